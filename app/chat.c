@@ -538,8 +538,6 @@ void json_real(FILE *f, double x, int digits) {
     fputs(strcmp(text, "-0") ? text : "0", f);
 }
 
-void json_pair(FILE *f, const char *key, const char *text) { json_print(f, "%s:%s,", key, text); }
-
 void json_options(const App *a, FILE *f) {
     json_print(f, "'options':{");
     for (int i = 0; i < (int)shlen(a->o->given); i++)

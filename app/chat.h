@@ -115,7 +115,6 @@ int  tokens_said(const Session *s);                     // tokens of the dialogu
 void rows_in_words(const Session *s, char out[160]);    // "73 of 336 rows a head", and the like
 
 void json_real(FILE *f, double x, int digits);          // a number without an exponent; null when x is none
-void json_pair(FILE *f, const char *key, const char *text);            // "key":"text",
 void json_options(const App *a, FILE *f);               // "options":{..}, those that the user set
 void json_rows(const Session *s, FILE *f);              // the rows that heads hold, the views of the last step
 void json_numbers(const App *a, FILE *f);               // tokens, speed, what the cache and the rooms of passes hold

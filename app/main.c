@@ -550,14 +550,6 @@ static int dump_dialogue(const App *a, const char *line, size_t n, char err[512]
     return bad ? -1 : 0;
 }
 
-// Reads a line without its newline into the stb_ds array *line. 0: the file is at its end.
-static int batch_read(FILE *in, char **line) {
-    int c = getc(in), any = c != EOF;
-    arrsetlen(*line, 0);
-    for (; c != EOF && c != '\n'; c = getc(in)) arrput(*line, (char)c);
-    return any;
-}
-
 // --batch: answers every line that is not blank. Returns 0, or 1 when a line had an error. With --dump-tokens the ids
 // of each line are the answer, and an error ends it.
 static int batch(App *a) {
@@ -566,7 +558,7 @@ static int batch(App *a) {
     FILE *in = strcmp(path, "-") ? fopen(path, "rb") : stdin;
     long requests = 0, failed = 0;
     if (!in) die(EXIT_USAGE, "--batch %s: %s", path, strerror(errno));
-    for (long number = 1; batch_read(in, &line); number++) {
+    for (long number = 1; read_line(in, &line); number++, arrsetlen(line, 0)) {
         size_t n = arrlenu(line);
         if (is_blank(line, line + n)) continue;
         requests++;

@@ -6,8 +6,8 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -47,20 +47,10 @@ enum {
 };
 static const char eval_metrics[] = "f1|choice|rouge|found|exact";
 
-// ---- item sets and turns
-// Frees the turns of an item; its texts belong to the set.
+// Frees the turns of an item; its texts belong to the run.
 static void item_free(EvalItem *it) {
     for (int j = 0; j < (int)arrlen(it->turn); j++) arrfree(it->turn[j].span);
     arrfree(it->turn);
-}
-
-// Frees a set with all its items and texts.
-static void eval_set_free(EvalSet *e) {
-    for (int i = 0; i < (int)arrlen(e->item); i++) item_free(&e->item[i]);
-    for (int i = 0; i < (int)arrlen(e->line); i++) json_free(e->line[i]);
-    arrfree(e->item);
-    arrfree(e->line);
-    arrfree(e->ids);
 }
 
 // The number of scored turns of an item.
@@ -70,7 +60,6 @@ static int scored_turns(const EvalItem *it) {
     return n;
 }
 
-// ---- lists of texts
 // Appends a part to a text (stb_ds of bytes), behind a separator unless it is the first.
 void put_part(char **text, const char *sep, const char *part) {
     if (arrlen(*text)) bytes_put(text, sep, strlen(sep));
@@ -157,11 +146,11 @@ static int read_messages(const Json *obj, const Json *list, EvalItem *it, char e
     return read_gold(obj, last, err);
 }
 
-// Reads an item from the object of its line and appends it to the set, a faulty one as well: the set frees it. The
+// Reads an item from the object of its line and appends it to the run, a faulty one as well: the run frees it. The
 // texts of its file are numbered from `first` on.
-static int read_item(EvalSet *e, const Tokenizer *tok, const Json *obj, int first, char err[512]) {
+static int read_item(EvalRun *x, const Tokenizer *tok, const Json *obj, int first, char err[512]) {
     const char *task = json_text(obj, "task"), *score = json_text(obj, "score");
-    int text = arrlen(e->item) ? arrlast(e->item).number + 1 - first : 0, bad;      // unless it names another
+    int text = arrlen(x->item) ? arrlast(x->item).number + 1 - first : 0, bad;      // unless it names another
     EvalItem it = { .task = *task ? task : "file" };
     it.metric = *score ? word_place(eval_metrics, score) : METRIC_FOUND;
     if (obj->type != JSON_OBJECT) bad = fault(err, "is no object");
@@ -182,41 +171,41 @@ static int read_item(EvalSet *e, const Tokenizer *tok, const Json *obj, int firs
     if (!bad && json_get(obj, "text")) bad = read_whole(obj, "text", 0, INT_MAX - first, &text, err);
     if (!bad && json_get(obj, "length")) bad = read_whole(obj, "length", 1, INT_MAX, &it.length, err);
     it.number = first + text;
-    arrput(e->item, it);
+    arrput(x->item, it);
     return bad;
 }
 
 // Reads the items of the first `texts` texts of a file. Ends the program with EXIT_USAGE, and the number of the line,
 // on the first one that is malformed, and when no turn of them is scored.
-static void read_items(EvalSet *e, const Tokenizer *tok, const char *path, int texts) {
+static void read_items(EvalRun *x, const Tokenizer *tok, const char *path, int texts) {
     char err[512];
     size_t n;
     char *text = read_file(path, &n, err);
     if (!text) die(EXIT_USAGE, "--eval %s", err);
 
     char *stop = text + n, *end;
-    int line = 1, scored = 0, old = (int)arrlen(e->item), first = old ? arrlast(e->item).number + 1 : 0;
+    int line = 1, scored = 0, old = (int)arrlen(x->item), first = old ? arrlast(x->item).number + 1 : 0;
     for (char *p = text; p < stop; p = end + 1, line++) {
         end = memchr(p, '\n', (size_t)(stop - p));
         if (!end) end = stop;
         if (is_blank(p, end)) continue;
         Json *obj = json_parse(p, (size_t)(end - p), err);
-        if (obj) arrput(e->line, obj);
-        if (!obj || read_item(e, tok, obj, first, err)) {
+        if (obj) arrput(x->text, obj);
+        if (!obj || read_item(x, tok, obj, first, err)) {
             free(text);
             die(EXIT_USAGE, "--eval %s, line %d: %s", path, line, err);
         }
-        int k = (int)arrlen(e->item) - 1;
-        texts -= k == old || e->item[k].number != e->item[k - 1].number;
+        int k = (int)arrlen(x->item) - 1;
+        texts -= k == old || x->item[k].number != x->item[k - 1].number;
         if (texts < 0) {
-            item_free(&e->item[k]);
-            (void)arrpop(e->item);
+            item_free(&x->item[k]);
+            (void)arrpop(x->item);
             break;
         }
-        e->hash = hash_bytes(e->hash, p, (size_t)(end - p));
+        x->hash = hash_bytes(x->hash, p, (size_t)(end - p));
     }
     free(text);
-    for (int i = old; i < (int)arrlen(e->item); i++) scored += scored_turns(&e->item[i]);
+    for (int i = old; i < (int)arrlen(x->item); i++) scored += scored_turns(&x->item[i]);
     if (!scored) die(EXIT_USAGE, "--eval %s: no turn has 'answers'", path);
 }
 
@@ -230,7 +219,28 @@ typedef struct {
     double top1;                // .. and those of them where the best token is that of full attention
 } Played;
 
-static double note_logits(const float *ref, const float *y, int V, int right, Played *x);      // see metrics
+// log(sum of exp(x)) of n logits, so that log p_i = x_i - log_sum_exp(x).
+double log_sum_exp(const float *x, int n) {
+    double max = x[argmax(x, n)], sum = 0;
+    for (int i = 0; i < n; i++) sum += exp(x[i] - max);
+    return max + log(sum);
+}
+
+// KL(softmax p || softmax q) of two rows of logits (n), in nats. Rounding never makes it negative.
+static double divergence(const float *p, const float *q, int n) {
+    double zp = log_sum_exp(p, n), zq = log_sum_exp(q, n), sum = 0;
+    for (int i = 0; i < n; i++) sum += exp(p[i] - zp) * ((p[i] - zp) - (q[i] - zq));
+    return sum > 0 ? sum : 0;
+}
+
+// Compares the method's logits y (V) with those of full attention, where there are any. -> the NLL of the token `right`
+// that follows.
+static double note_logits(const float *ref, const float *y, int V, int right, Played *x) {
+    x->predicted++;
+    x->kld += ref ? divergence(ref, y, V) : 0;
+    x->top1 += ref && argmax(ref, V) == argmax(y, V);
+    return log_sum_exp(y, V) - y[right];
+}
 
 // Renders a message by the chat template, appends it to the record and prefills it.
 static void play_prefill(App *a, const char *text) {
@@ -337,28 +347,26 @@ static void play_turns(App *a, const EvalItem *it, int first, float **ref, Playe
 }
 
 // The forced pass in a copy of this process, which holds the session as it is, whatever its method keeps: so
-// what both passes begin with is computed once. The copy writes its numbers to a file without a name, and
-// this process waits for it. 0; -1: nothing was played, because a copy has but one thread, no GPU, and would
-// write into the trace.
+// what both passes begin with is computed once. The copy notes its numbers in memory that both see, and this process
+// waits for it. 0; -1: nothing was played, because a copy has but one thread, no GPU, and would write into the trace.
 static int play_forced_in_copy(App *a, const EvalItem *it, int first, float *ref, Played *x) {
     if (n_threads() > 1 || KV_DEV(a->s) || a->trace) return -1;
-    size_t n = arrlenu(x);
+    size_t bytes = arrlenu(x) * sizeof *x;
+    Played *seen = mmap(NULL, bytes + 1, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     int status;
-    FILE *f = tmpfile();
     fflush(NULL);                           // else the copy would write once more what waits in buffers
-    pid_t copy = f ? fork() : -1;
+    pid_t copy = seen != MAP_FAILED ? fork() : -1;
     if (!copy) {
-        play_turns(a, it, first, &ref, x);
-        _exit(fwrite(x, sizeof *x, n, f) != n || fflush(f) ? EXIT_RUN : 0);
+        play_turns(a, it, first, &ref, seen);
+        _exit(0);
     }
     if (copy > 0) {
         if (waitpid(copy, &status, 0) != copy || WIFSIGNALED(status))
             die(EXIT_RUN, "--eval: the copy of this process that plays the right replies was killed");
         if (status) exit(WEXITSTATUS(status));              // it has said why
-        rewind(f);
-        if (fread(x, sizeof *x, n, f) != n) die(EXIT_RUN, "--eval: cannot read a temporary file");
+        memcpy(x, seen, bytes);
     }
-    if (f) fclose(f);
+    if (seen != MAP_FAILED) munmap(seen, bytes + 1);
     return copy > 0 ? 0 : -1;
 }
 
@@ -517,31 +525,6 @@ static void write_answer(const EvalItem *it, int turn, const Played *x, FILE *f)
     free(rest);
 }
 
-// ---- metrics: logits
-
-// log(sum of exp(x)) of n logits, so that log p_i = x_i - log_sum_exp(x).
-double log_sum_exp(const float *x, int n) {
-    double max = x[argmax(x, n)], sum = 0;
-    for (int i = 0; i < n; i++) sum += exp(x[i] - max);
-    return max + log(sum);
-}
-
-// KL(softmax p || softmax q) of two rows of logits (n), in nats. Rounding never makes it negative.
-static double divergence(const float *p, const float *q, int n) {
-    double zp = log_sum_exp(p, n), zq = log_sum_exp(q, n), sum = 0;
-    for (int i = 0; i < n; i++) sum += exp(p[i] - zp) * ((p[i] - zp) - (q[i] - zq));
-    return sum > 0 ? sum : 0;
-}
-
-// Compares the method's logits y (V) with those of full attention, where there are any. -> the NLL of the token `right`
-// that follows.
-static double note_logits(const float *ref, const float *y, int V, int right, Played *x) {
-    x->predicted++;
-    x->kld += ref ? divergence(ref, y, V) : 0;
-    x->top1 += ref && argmax(ref, V) == argmax(y, V);
-    return log_sum_exp(y, V) - y[right];
-}
-
 // ---- scores and intervals
 // A number of a row is a mean over its answers, which are put together by text: the versions and turns of a text say
 // much the same. An interval holds the 95 % in the middle of 1,000 such means, each over texts drawn with
@@ -685,11 +668,15 @@ static void score_fields(Field **c, const EvalRow *s, const EvalRun *run) {
     arrfree(tasks);
 }
 
-// The sum of a number over the items that a row has played.
+// The sum of a number over the items that a row has played; of a peak the largest.
 static double cost_of(const EvalRow *s, const EvalRun *run, const char *name) {
-    double sum = 0;
-    for (int i = 0; i < run->items; i++) sum += s->line[i] ? json_num(s->line[i], name) : 0;
-    return sum;
+    double sum = 0, most = 0;
+    for (int i = 0; i < run->items; i++) {
+        double x = s->line[i] ? json_num(s->line[i], name) : 0;
+        sum += x;
+        most = fmax(most, x);
+    }
+    return strcmp(name, "kv_bytes_peak") ? sum : most;
 }
 
 // All fields of a row (stb_ds): whose it is; scores, or the perplexity of a text; divergence from full attention and
@@ -697,18 +684,14 @@ static double cost_of(const EvalRow *s, const EvalRun *run, const char *name) {
 Field *row_fields(const EvalRow *s, const EvalRun *run) {
     Field *c = NULL;
     int items = 0;
-    double peak = 0, full = cost_of(s, run, "kv_bytes_full"), stored = cost_of(s, run, "kv_bytes_stored");
+    double full = cost_of(s, run, "kv_bytes_full"), stored = cost_of(s, run, "kv_bytes_stored");
     double prefill_s = cost_of(s, run, "prefill_s"), decode_s = cost_of(s, run, "decode_s");
-    for (int i = 0; i < run->items; i++) {
-        if (!s->line[i]) continue;
-        items++;
-        peak = fmax(peak, json_num(s->line[i], "kv_bytes_peak"));
-    }
+    for (int i = 0; i < run->items; i++) items += s->line[i] != NULL;
     add_word(&c, 1, "method", s->side.app.method);
     add_field(&c, 1, "budget", s->budget, "%.0f");
     add_field(&c, 0, "items", items, "%.0f");
     add_field(&c, 0, "scored", (double)arrlen(s->answer), "%.0f");
-    if (run->ppl) {
+    if (run->ids) {
         Sum *x = sums_of(s, NULL, ANY_PLACE, "nll");
         add_field(&c, 1, "ppl", exp(mean_of(x)), "%.4f");
         arrfree(x);
@@ -716,7 +699,7 @@ Field *row_fields(const EvalRow *s, const EvalRun *run) {
         score_fields(&c, s, run);
         add_mean(&c, 0, "nll", s, run, NULL, ANY_PLACE, "nll");
     }
-    if (!run->ppl || run->kld) {
+    if (!run->ids || run->kld) {
         add_mean(&c, 0, "kld_mean", s, run, NULL, ANY_PLACE, "kld");
         add_mean(&c, 0, "top1", s, run, NULL, ANY_PLACE, "top1");
     }
@@ -725,7 +708,7 @@ Field *row_fields(const EvalRow *s, const EvalRun *run) {
     add_field(&c, 1, "kv_bytes_stored", stored / items, NULL);
     add_field(&c, 0, "kv_bytes_full", full / items, NULL);
     add_field(&c, 1, "kv_bytes_attended", cost_of(s, run, "kv_bytes_attended") / items, NULL);
-    add_field(&c, 1, "kv_bytes_peak", peak, NULL);
+    add_field(&c, 1, "kv_bytes_peak", cost_of(s, run, "kv_bytes_peak"), NULL);
     add_field(&c, 1, "prefill_s", prefill_s, "%.2f");
     add_field(&c, 0, "pp_tok_s", rate((long)cost_of(s, run, "n_prefill"), prefill_s), "%.4g");
     add_field(&c, 1, "tg_tok_s", rate((long)cost_of(s, run, "n_decode"), decode_s), "%.4g");
@@ -899,7 +882,7 @@ static int rows_end(EvalRun *x, char text[160]) {
 }
 
 // Frees what x holds, and closes its file.
-static void answers_close(EvalRun *x) {
+static void eval_close(EvalRun *x) {
     for (int r = 0; r < (int)arrlen(x->rows); r++) {
         EvalRow *row = &x->rows[r];
         for (int i = 0; i < x->items; i++) json_free(row->line[i]);
@@ -908,22 +891,27 @@ static void answers_close(EvalRun *x) {
         free(row->made);
         side_close(&row->side);
     }
+    for (int i = 0; i < (int)arrlen(x->item); i++) item_free(&x->item[i]);
+    for (int i = 0; i < (int)arrlen(x->text); i++) json_free(x->text[i]);
     free(x->run);
     arrfree(x->rows);
+    arrfree(x->item);
+    arrfree(x->text);
+    arrfree(x->ids);
     if (x->f && fclose(x->f)) die(EXIT_RUN, "--eval-out %s: %s", x->path, strerror(errno));
 }
 
 // ---- answers on disk: writing
 // What all rows of a run share and what changes a number of the table, as a text, malloc'd: the model, the items, the
 // given options of what is asked and said that no session knows.
-static char *run_of(App *a, const EvalSet *e) {
+static char *run_of(App *a, const EvalRun *x) {
     static const char *const asked[] = { "tokenizer", "parse-special", "no-think", "ignore-eos", "n-predict" };
     Options *plain = options_like(a->o);
     char *run = NULL;
     size_t n;
     FILE *f = memory_stream(&run, &n);
-    fprintf(f, "model %016llx, %d items %016llx,", (unsigned long long)app_fingerprint(a), (int)arrlen(e->item),
-            (unsigned long long)e->hash);
+    fprintf(f, "model %016llx, %d items %016llx,", (unsigned long long)app_fingerprint(a), (int)arrlen(x->item),
+            (unsigned long long)x->hash);
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) write_option(a, plain, asked[i], f);
     memory_stream_close(f);
     options_free(plain);
@@ -932,7 +920,8 @@ static char *run_of(App *a, const EvalSet *e) {
 
 // The line of item i as row r played it, which is written in one piece to the file of the run, if it has one; exit 1
 // when it cannot be. Then the row has it. Frees what was said.
-static void item_done(const EvalRun *x, const EvalItem *it, int i, int r, Played *played, char *cost) {
+static void item_done(const EvalRun *x, int i, int r, Played *played, char *cost) {
+    const EvalItem *it = &x->item[i];
     const EvalRow *row = &x->rows[r];
     char *text = NULL, err[256];
     size_t size;
@@ -974,7 +963,7 @@ static int row_of_line(EvalRun *x, const Json *obj) {
     const char *made = json_text(obj, "made");
     for (int r = 0; r < (int)arrlen(x->rows); r++)
         if (!strcmp(x->rows[r].made, made)) return r;
-    if (!x->merges) return -1;
+    if (x->item) return -1;
     EvalRow row = { .made = copy_text(made), .line = xcalloc((size_t)x->items, sizeof *row.line) };
     const Json *budget = json_get(obj, "budget");
     row.budget = budget && budget->is_int ? (int)budget->i : 0;
@@ -1079,20 +1068,18 @@ int shard_parse(const char *text, int *first, int *step) {
 // Shows how far a run is, which began at t0: on a terminal one line that is rewritten; elsewhere, when it
 // takes long, a line at every tenth of its parts.
 static void count_down(const char *parts, int done, int all, double t0) {
-    int seconds = done ? (int)((now() - t0) * (all - done) / done) : 0, terminal = isatty(2);
-    if (quiet) return;
-    if (terminal) {
-        fprintf(stderr, "\r\x1b[K%d of %d %s, %d:%02d left", done, all, parts, seconds / 60, seconds % 60);
-        if (done == all) fprintf(stderr, "\r\x1b[K");
-    } else if (now() - t0 > 30 && done * 10 / all != (done - 1) * 10 / all) {
-        fprintf(stderr, "%d of %d %s, %d:%02d left\n", done, all, parts, seconds / 60, seconds % 60);
-    }
+    int seconds = (int)((now() - t0) * (all - done) / done), terminal = isatty(2);
+    int tells = terminal || (now() - t0 > 30 && done * 10 / all != (done - 1) * 10 / all);
+    if (quiet || !tells) return;
+    fprintf(stderr, "%s%d of %d %s, %d:%02d left", terminal ? "\r\x1b[K" : "", done, all, parts, seconds / 60, seconds % 60);
+    fputs(!terminal ? "\n" : done == all ? "\r\x1b[K" : "", stderr);
 }
 
 // Plays the items, or those of --eval-shard, each through every row before the next one. So the
 // logits of full attention are held for one item only, and what else the machine does falls on all
 // rows. What is there already is not played again; what is played goes to the file x->f, if there is one.
-static void play_items(App *a, const EvalSet *e, EvalRun *x) {
+static void play_items(const EvalRun *x) {
+    const App *a = x->a;
     float *ref = NULL;                                  // stb_ds, V a row
     Played *played = NULL;                              // stb_ds, one a scored turn
     int first = 0, step = 1, done = 0;
@@ -1103,7 +1090,7 @@ static void play_items(App *a, const EvalSet *e, EvalRun *x) {
     shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
     step = min_int(step, x->items + 1);                 // as good, and i + step stays small
     for (int i = first; i < x->items; i += step) {
-        const EvalItem *it = &e->item[i];
+        const EvalItem *it = &x->item[i];
         arrsetlen(ref, 0);
         if (!it->ids && !item_is_there(x, i)) play_turns(&full.app, it, play_given(&full.app, it), &ref, NULL);
         arrsetlen(played, scored_turns(it));
@@ -1113,7 +1100,7 @@ static void play_items(App *a, const EvalSet *e, EvalRun *x) {
             memset(played, 0, arrlenu(played) * sizeof *played);
             char *cost = it->ids ? play_window(own, it, x->kld ? full.app.s : NULL, played)
                                  : play_item(own, it, ref, played);
-            item_done(x, it, i, r, played, cost);
+            item_done(x, i, r, played, cost);
             session_reset(own->s);                      // gives its rows back: many sessions are open
         }
         count_down("items", ++done, (x->items - first + step - 1) / step, t0);
@@ -1124,19 +1111,19 @@ static void play_items(App *a, const EvalSet *e, EvalRun *x) {
 }
 
 // Ends the program if an item with its right replies is longer than the context.
-static void check_fit(const App *a, const EvalSet *e) {
+static void check_fit(const App *a, const EvalRun *x) {
     enum { TEMPLATE_TOKENS = 16 };                      // about what the chat template adds to a turn
-    for (int i = 0; i < (int)arrlen(e->item); i++) {
+    for (int i = 0; i < (int)arrlen(x->item); i++) {
         int need = 0;
-        for (int j = 0; j < (int)arrlen(e->item[i].turn); j++) {
-            const EvalTurn *t = &e->item[i].turn[j];
+        for (int j = 0; j < (int)arrlen(x->item[i].turn); j++) {
+            const EvalTurn *t = &x->item[i].turn[j];
             int *ids = tokenizer_encode(a->tok, t->user, strlen(t->user), 0, gold_ids(a, t));
             need += (int)arrlen(ids) + TEMPLATE_TOKENS;
             arrfree(ids);
         }
         if (need > ctx_limit(a))
             die(EXIT_USAGE, "--eval: %s, item %d needs about %d tokens, the context has %d (-c)",
-                e->item[i].task, i + 1, need, ctx_limit(a));
+                x->item[i].task, i + 1, need, ctx_limit(a));
     }
 }
 
@@ -1149,7 +1136,7 @@ static char *task_path(const char *name) {
 }
 
 // Reads the items of --eval A,B,..: the first --eval-items texts of tasks, by their names, and of files, by their paths.
-static void eval_items(const App *a, const char *what, EvalSet *e) {
+static void eval_items(const App *a, const char *what, EvalRun *x) {
     static const char all[] = "needle,multiturn,coref,facts,json,fewshot,summary";
     int most = opt_int(a->o, "eval-items") ? opt_int(a->o, "eval-items") : INT_MAX;
     const char *list = strcmp(what, "all") ? what : all;
@@ -1159,14 +1146,14 @@ static void eval_items(const App *a, const char *what, EvalSet *e) {
         if (!path && !file_exists(word))
             die(EXIT_USAGE, "--eval wants all, ppl, kld or a list of files and of names in data/tasks (%s, ..); "
                 "found '%s'", all, word);
-        read_items(e, a->tok, path ? path : word, most);
+        read_items(x, a->tok, path ? path : word, most);
         free(path);
     }
-    check_fit(a, e);
+    check_fit(a, x);
 }
 
 // Cuts a text into windows, each an item of one turn without words: the first ones, so many as --eval-items says.
-static void eval_windows(const App *a, const char *path, EvalSet *e) {
+static void eval_windows(const App *a, const char *path, EvalRun *x) {
     static const Json no_text = { .type = JSON_STRING, .str = "" }, no_answer = { .item = (Json *)&no_text, .n = 1 };
     enum { WINDOWS = 8 };                               // unless --eval-items says how many
     int window = opt_int(a->o, "eval-length"), most = opt_int(a->o, "eval-items");
@@ -1174,15 +1161,15 @@ static void eval_windows(const App *a, const char *path, EvalSet *e) {
     size_t n;
     char *text = read_file(path, &n, err);
     if (!text) die(EXIT_USAGE, "-f %s", err);
-    e->ids = tokenizer_encode(a->tok, text, n, 0, NULL);
+    x->ids = tokenizer_encode(a->tok, text, n, 0, NULL);
     free(text);
-    int tokens = (int)arrlen(e->ids), windows = min_int(tokens / window, most ? most : WINDOWS);
-    ids_must_have_rows(a->c, e->ids, tokens);           // their logits are read before they are fed
+    int tokens = (int)arrlen(x->ids), windows = min_int(tokens / window, most ? most : WINDOWS);
+    ids_must_have_rows(a->c, x->ids, tokens);           // their logits are read before they are fed
     if (!windows) die(EXIT_USAGE, "-f %s: %d tokens, one window needs %d (--eval-length)", path, tokens, window);
     for (int w = 0; w < windows; w++) {
-        EvalItem it = { .task = "text", .number = w, .length = window, .ids = e->ids + (size_t)w * window };
+        EvalItem it = { .task = "text", .number = w, .length = window, .ids = x->ids + (size_t)w * window };
         arrput(it.turn, ((EvalTurn){ .answers = &no_answer, .position = -1, .depth = -1 }));
-        arrput(e->item, it);
+        arrput(x->item, it);
     }
 }
 
@@ -1197,7 +1184,7 @@ static void print_rows(const EvalRun *run) {
 // --eval-merge: one table from the files that the parts of a run wrote, without the model. 0, or 1
 // when an item is missing.
 int eval_merge(App *a) {
-    EvalRun x = { .a = a, .merges = 1 };
+    EvalRun x = { .a = a };
     char text[160];
     merge_files(&x, opt_str(a->o, "eval-merge"));
     int missing = rows_end(&x, text);
@@ -1205,7 +1192,7 @@ int eval_merge(App *a) {
     if (missing)
         warn("--eval-merge: %d of %d items are missing: %s%s", missing, x.items, text, missing > 8 ? ", .." : "");
     print_rows(&x);
-    answers_close(&x);
+    eval_close(&x);
     return missing ? EXIT_RUN : 0;
 }
 
@@ -1216,8 +1203,7 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     const char *out = opt_str(a->o, "eval-out");
     int kld = !strcmp(what, "kld"), ppl = kld || !strcmp(what, "ppl");
     char err[512], missing[160];
-    EvalSet e = { 0 };
-    EvalRun x = { .a = a, .ppl = ppl, .kld = kld };
+    EvalRun x = { .a = a, .kld = kld };
     double t0 = now();
 
     // The items
@@ -1227,12 +1213,12 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
     if (ppl && (*out || opt_given(a->o, "eval-shard")))
         die(EXIT_USAGE, "--eval-out and --eval-shard go with dialogues, not with --eval %s", what);
     if (options_set(a->o, "temp", "0", err)) die(EXIT_RUN, "%s", err);
-    if (ppl) eval_windows(a, path, &e);
-    else eval_items(a, what, &e);
+    if (ppl) eval_windows(a, path, &x);
+    else eval_items(a, what, &x);
 
     // The rows
     x.rows = open_rows(a);
-    x.items = (int)arrlen(e.item);
+    x.items = (int)arrlen(x.item);
     int rows = (int)arrlen(x.rows);
     for (int r = 0; r < rows; r++) x.rows[r].line = xcalloc((size_t)x.items, sizeof *x.rows->line);
     snprintf(x.model, sizeof x.model, "%s", a->c->dir);
@@ -1242,9 +1228,9 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
         trace_session(x.rows->side.app.s, &a->trace->trace);
         x.rows->side.app.trace = a->trace;
     }
-    if (*out) x.run = run_of(a, &e);
+    if (*out) x.run = run_of(a, &x);
     if (*out) answers_open(&x, out);
-    play_items(a, &e, &x);
+    play_items(&x);
     for (int r = 0; r < rows; r++) {
         session_close(x.rows[r].side.app.s);
         x.rows[r].side.app.s = NULL;
@@ -1256,8 +1242,7 @@ int evaluate(App *a, void (*report)(App *a, const EvalRun *run)) {
                 now() - t0);
     if (*opt_str(a->o, "report")) report(a, &x);
 
-    answers_close(&x);
-    eval_set_free(&e);
+    eval_close(&x);
     return 0;
 }
 

@@ -24,13 +24,6 @@ typedef struct {
     const int *ids;             // (length) of the window of a text, which has one turn without words; NULL: a dialogue
 } EvalItem;
 
-typedef struct {
-    EvalItem *item;             // stb_ds
-    uint64_t hash;              // of their lines: answers on disk belong to these items
-    Json **line;                // stb_ds: the lines of the items, which hold all their texts
-    int *ids;                   // stb_ds: the text that is cut into windows
-} EvalSet;
-
 // One row of the result: a method at a budget, and what it made of each item. That is a JSON object, the line of
 // --eval-out (item_done writes it): tables, intervals and the page are made from its numbers, whether it was played now
 // or read.
@@ -51,17 +44,20 @@ typedef struct {
     char text[48];              // as a table prints it
 } Field;
 
-// A run, or parts of one that are merged: its rows, and their lines in memory and on disk.
+// A run, or parts of one that are merged: its items, its rows, and their lines in memory and on disk.
 typedef struct {
     const App *a;
+    EvalItem *item;             // stb_ds; NULL: lines are merged, and the rows are those that they name
+    Json **text;                // stb_ds: the lines of their files, which hold all their texts
+    uint64_t hash;              // of these lines: answers on disk belong to these items
+    int *ids;                   // stb_ds: the text that is cut into windows (--eval ppl, kld); NULL: there is none
+    int items;                  // of the whole run
     EvalRow *rows;              // stb_ds
     char model[1024];           // the folder
-    int ppl, kld;               // 1: --eval ppl and kld; --eval kld
-    int items;                  // of the whole run
+    int kld;                    // 1: --eval kld
     const char *path;           // of the file that is read or written
     FILE *f;                    // where the next lines go; NULL: nowhere
     char *run;                  // what all rows of the run share, malloc'd; NULL: the first line will say it
-    int merges;                 // 1: the rows are those that the lines name; 0: other lines are passed over
     int twice;                  // items that were there already when they were read
 } EvalRun;
 

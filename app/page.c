@@ -399,8 +399,7 @@ static void write_rows(FILE *f, const EvalRun *run) {
 typedef struct {
     const App *a;
     Options *o;                 // the user's, with short_values and a budget where nothing is given, greedy
-    Turn *script;               // (stb_ds) the dialogue with full attention's replies ..
-    Turn *asked;                // (stb_ds) .. and as far as the answer to the last question
+    Turn *script;               // (stb_ds) the dialogue with full attention's replies, but for the last answer
     FILE *f;                    // the JSON
     int runs;                   // written so far
 } Report;
@@ -427,15 +426,15 @@ static void speak(Shown *x) {
     arrfree(text);
 }
 
-// Full attention's dialogue becomes the script. 0, or -1: a message does not fit.
+// Full attention's dialogue becomes the script, as far as the answer to the last question. 0, or -1: a message does not
+// fit.
 static int write_script(Report *r, Shown *x) {
     for (int i = 0; i < N_DEMO_LINES; i++) {
         if (shown_say(x, demo_lines[i].user)) return -1;
         speak(x);
     }
     r->script = turns_copy(x->side.app.turn);
-    r->asked = turns_copy(r->script);
-    Turn *last = &arrlast(r->asked);
+    Turn *last = &arrlast(r->script);
     for (int i = 0, n; i < (int)arrlen(last->dec); i++) {       // it ends before the token that begins the answer
         const char *text = tokenizer_bytes(r->a->tok, last->dec[i], &n);
         if (memchr(text, last_answer()[0], (size_t)n)) arrsetlen(last->dec, i);
@@ -453,7 +452,7 @@ static void play_run(Report *r, const char *method) {
     if (a->s) {
         x.latest = latest_open(a->s, report_step(r->a->c));
         if (!r->script && write_script(r, &x)) snprintf(err, 512, "the dialogue does not fit");
-        else shown_follow(&x, r->asked, err);
+        else shown_follow(&x, r->script, err);
     }
     json_print(f, r->runs++ ? ",{'method':%s," : "{'method':%s,", method);
     if (*err) {
@@ -530,7 +529,6 @@ void report_write(App *a, const EvalRun *run) {
     if (save_keep(&out, err)) die(EXIT_RUN, "--report %s", err);
     if (!quiet) tell("report: %s", path);
     turns_free(r.script);
-    turns_free(r.asked);
     options_free(r.o);
     free(json);
 }

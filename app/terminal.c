@@ -446,19 +446,19 @@ void messages_end(void) { terminal_restore(); }
 #endif
 
 // ---- one message: a line, or several
-// Appends a line of standard input without its newline to the stb_ds array. READ_DONE, READ_END
-// when there is none.
+int read_line(FILE *f, char **line) {
+    int c = getc(f), any = c != EOF;
+    for (; c != EOF && c != '\n'; c = getc(f)) arrput(*line, (char)c);
+    return any;
+}
+
+// Appends a line that nobody edits to the stb_ds array. Returns READ_*.
 static int read_plain(char **out) {
-    if (isatty(0)) fputs("> ", stderr);                 // one that cannot edit
+    if (isatty(0)) fputs("> ", stderr);                 // a terminal that cannot edit
     chat_busy = 0;
-    int any = 0, c = getchar();
-    while (c != EOF && c != '\n') {
-        arrput(*out, (char)c);
-        any = 1;
-        c = getchar();
-    }
+    int any = read_line(stdin, out);
     chat_busy = 1;
-    return any || c == '\n' ? READ_DONE : READ_END;
+    return any ? READ_DONE : READ_END;
 }
 
 int read_message(char **out) {

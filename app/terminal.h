@@ -45,6 +45,9 @@ int read_message(char **out);
 
 void messages_end(void);                        // gives the terminal back
 
+// Appends a line without its newline to the stb_ds array *line. 0: the file is at its end.
+int read_line(FILE *f, char **line);
+
 // ---- columns
 int screen_columns(void);                       // the width of the screen; 80 when the terminal does not say
 void print_wrapped(FILE *f, const char *text, int indent, int cols);    // in lines; the first is begun already

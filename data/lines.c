@@ -98,7 +98,8 @@ static void observe_lines(App *a, const EvalSet *e) {
     double share[4] = { 0 }, next[4] = { 0 };
     for (int i = 0; i < 4; i++) mark[i] = xcalloc((size_t)TEXTS * heads, 2 * LENGTH);
     for (int text = 0; text < TEXTS; text++) {
-        play_start(a);
+        record_clear(a);
+        session_reset(a->s);
         play_prefill(a, e->item[text].turn[0].user);
         if (a->s->n_tok < LENGTH) die(EXIT_RUN, "lines: a text of %d tokens", a->s->n_tok);
         for (int h = 0; h < heads; h++) {
@@ -177,7 +178,8 @@ static void observe_window(App *a, const EvalSet *e) {
     for (int i = 0; i < (int)arrlen(e->item); i++) {
         const EvalTurn *t = &e->item[i].turn[0];
         if (t->position < 0 || !t->answers) continue;
-        play_start(a);
+        record_clear(a);
+        session_reset(a->s);
         play_prefill(a, t->user);
         int n = a->s->n_tok, B = n / 10, *reply = gold_ids(a, t), m = (int)arrlen(reply);
         for (int k = 0; k < m; k++) decode(a->s, reply[k]);

@@ -278,10 +278,10 @@ static void target_ids(const char *data, size_t n) {
 
 // Dialogues; every answer is scored by every metric, too.
 static void target_dialogues(const char *data, size_t n) {
-    static EvalSet e;                           // given back here when the last one was refused
+    static EvalRun e;                           // given back here when the last one was refused
     char err[512];
-    eval_set_free(&e);
-    e = (EvalSet){ 0 };
+    eval_close(&e);
+    e = (EvalRun){ 0 };
     read_items(&e, the_tokenizer(), as_file(data, n), 1000);
     for (int i = 0; i < (int)arrlen(e.item); i++) {
         const EvalItem *it = &e.item[i];
@@ -313,8 +313,8 @@ static void target_dialogues(const char *data, size_t n) {
 static void target_answers(const char *data, size_t n) {
     static EvalRun x;                           // given back here when the last one was refused
     char missing[160];
-    answers_close(&x);
-    x = (EvalRun){ .path = "answers", .merges = 1 };
+    eval_close(&x);
+    x = (EvalRun){ .path = "answers" };
     must(read_answers(&x, copy_bytes(data, n), n) <= n, "what is kept lies in the file");
     if (!x.items || x.items > 1000) return;
     int left_out = rows_end(&x, missing);
