@@ -136,6 +136,17 @@ static double worst(const float *a, const float *b, size_t n, double atol, doubl
 #define OWN __attribute__((cleanup(own_free)))
 static void own_free(void *p) { free(*(void **)p); }
 
+// What a statement writes to the stream f, as a text, to be freed.
+#define WRITTEN(f, statement) \
+    ({ \
+        char *text_; \
+        size_t n_; \
+        FILE *f = memory_stream(&text_, &n_); \
+        statement; \
+        memory_stream_close(f); \
+        text_; \
+    })
+
 #define NO_TERMINAL "a pseudo-terminal (/dev/ptmx, /dev/pts)"
 
 // ---- folders and files of the tests
@@ -225,8 +236,8 @@ static const char *formatted(const char *fmt, ...) {
 }
 
 // ---- tables of cases
-// The parts of a line "a | b | c" of a table of cases, without the blanks around them; the last may hold what looks like
-// one more. # begins a comment. Returns how many parts there are, 0: none.
+// The parts of a line "a | b | c" of a table of cases, without the blanks around them; the last may hold what looks
+// like one more. # begins a comment. Returns how many parts there are, 0: none.
 static int case_parts(char *line, char **part, int most) {
     int n = 0;
     line[strcspn(line, "\n")] = 0;
@@ -268,8 +279,9 @@ static size_t case_bytes(char *s) {
     return (size_t)(out - begin);
 }
 
-// The tables of test/cases.txt: "== NAME: what the parts are" begins one, and each line behind it is a case. %0A stands
-// for the byte of that number. The test NAME does what stands behind TABLE(NAME, ..) for each case: part[0], part[1] ..
+// The tables of test/cases.txt: "== NAME: what the parts are" begins one, and each line behind it is a case. %0A
+// stands for the byte of that number. The test NAME does what stands behind TABLE(NAME, ..) for each case: part[0],
+// part[1] ..
 #define TABLE(name, parts, what) \
     static void case_##name(char **part); \
     TEST(name, what) { each_case(#name, parts, case_##name); } \

@@ -46,8 +46,8 @@ static void must_have_rows(const int *ids) {
     for (int i = 0; i < (int)arrlen(ids); i++) must(ids[i] >= 0 && ids[i] < FUZZ_V, "ids have rows");
 }
 
-// Cuts what stands before the first such byte off the data, and the byte; there may be none. Returns it (malloc'd), and
-// how many bytes it has in *size.
+// Cuts what stands before the first such byte off the data, and the byte; there may be none. Returns it (malloc'd),
+// and how many bytes it has in *size.
 static char *cut_off(const char **data, size_t *n, char byte, size_t *size) {
     const char *end = memchr(*data, byte, *n), *begin = *data;
     *size = end ? (size_t)(end - begin) : *n;
@@ -73,7 +73,8 @@ static Tokenizer *the_tokenizer(void) {
 static App app_begin(int with_text) {
     static Config *c;
     static Weights *w;
-    static const char *const set[][2] = { { "seed", "1" }, { "n-predict", "2" }, { "ctx-size", "256" }, { "device", "cpu" } };
+    static const char *const set[][2] = { { "seed", "1" }, { "n-predict", "2" }, { "ctx-size", "256" },
+                                          { "device", "cpu" } };
     char err[512], shape[64];
     snprintf(shape, sizeof shape, "L2,H2,G1,D8,C16,F16,V%d", FUZZ_V);
     if (!c) c = config_synthetic(shape);
@@ -477,8 +478,8 @@ static void write_seeds(const char *folder) {
 
 void __lsan_disable(void);                      // of the sanitizer's runtime
 
-// libFuzzer calls this once, before it reads its command line. What the program says is no finding, and standard input is
-// empty.
+// libFuzzer calls this once, before it reads its command line. What the program says is no finding, and standard
+// input is empty.
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     const char *name = getenv("FUZZ_TARGET");
     struct stat st;

@@ -1,5 +1,5 @@
-// test/test_lib.c - the tests of lib/base and lib/checkpoint: JSON, files, good and damaged, golden logits; and of rows
-// that kvcomp.c packs for the kernels. It includes them, so that every static function can be tried.
+// test/test_lib.c - the tests of lib/base and lib/checkpoint: JSON, files, good and damaged, golden logits. It
+// includes them, so that every static function can be tried.
 #include "../lib/base.c"
 #include "../lib/checkpoint.c"
 #include "../kvcomp.c"
@@ -41,35 +41,29 @@ static void json_write(FILE *f, const Json *j) {
     fputc(brackets[2 * object + 1], f);
 }
 
-TABLE(json, 2, "values of every type, numbers to the bit, escapes, NUL inside a string; broken texts are refused with the "
-               "byte where they break") {
-    char *out = NULL, err[256] = "";
-    size_t n;
+TABLE(json, 2, "values of every type, numbers to the bit, escapes, NUL inside a string; broken texts are refused "
+               "with the byte where they break") {
+    char err[256] = "";
     Json *j = json_parse(part[0], case_size[0], err);
-    FILE *f = memory_stream(&out, &n);
-    if (j) json_write(f, j);
-    memory_stream_close(f);
+    OWN char *out = WRITTEN(f, if (j) json_write(f, j));
     int value = *part[1] == '=';
-    CHECK(value ? !strcmp(out, part[1] + 2) : !j && strstr(err, part[1]), "%s: %s%s, not %s", part[0], out, err, part[1]);
+    CHECK(value ? !strcmp(out, part[1] + 2) : !j && strstr(err, part[1]), "%s: %s%s, not %s", part[0], out, err,
+          part[1]);
     json_free(j);
-    free(out);
 }
 
 TABLE(json_escaping, 2, "json_escape writes what json_parse reads; broken UTF-8 becomes U+FFFD") {
-    char *out = NULL, err[256];
-    size_t n;
-    FILE *f = memory_stream(&out, &n);
-    json_escape(f, part[0], case_size[0]);
-    memory_stream_close(f);
+    char err[256];
+    OWN char *out = WRITTEN(f, json_escape(f, part[0], case_size[0]));
     CHECK(!strcmp(out, part[1]), "%s, not %s", out, part[1]);
-    Json *j = json_parse(out, n, err);
+    Json *j = json_parse(out, strlen(out), err);
     int broken = strstr(out, "\\ufffd") != NULL;
-    CHECK(j && (broken || (j->len == case_size[0] && !memcmp(j->str, part[0], j->len))), "%s is read as another text", out);
+    CHECK(j && (broken || (j->len == case_size[0] && !memcmp(j->str, part[0], j->len))), "%s: another text", out);
     json_free(j);
-    free(out);
 }
 
-TEST(json_lookup, "the last duplicate of a key wins; absent keys, and keys of what is no object, are NULL; 64 levels are read") {
+TEST(json_lookup, "the last duplicate of a key wins; absent keys, and keys of what is no object, are NULL; 64 "
+                  "levels are read") {
     static const char text[] = "{\"s\":\"x\",\"a\":[1],\"s\":\"last\"}";
     char err[256] = "", deep[130];
     Json *j = json_parse(text, sizeof text - 1, err);
@@ -86,22 +80,20 @@ TEST(json_lookup, "the last duplicate of a key wins; absent keys, and keys of wh
 }
 
 TEST(json_large, "a vocabulary of 200,000 is parsed in well under a second and walked in order") {
-    size_t n;
-    char *text, err[256] = "";
-    FILE *f = memory_stream(&text, &n);
-    fprintf(f, "{\"vocab\":{");
-    for (int i = 0; i < 200000; i++) fprintf(f, "%s\"tok\\u0120%d\":%d", i ? "," : "", i, i);
-    fprintf(f, "}}");
-    memory_stream_close(f);
+    char err[256] = "";
+    OWN char *text = WRITTEN(f, {
+        fprintf(f, "{\"vocab\":{");
+        for (int i = 0; i < 200000; i++) fprintf(f, "%s\"tok\\u0120%d\":%d", i ? "," : "", i, i);
+        fprintf(f, "}}");
+    });
     double t = now();
-    Json *j = json_parse(text, n, err);
+    Json *j = json_parse(text, strlen(text), err);
     t = now() - t;
     const Json *v = json_get(j, "vocab");
     CHECK(v && v->n == 200000 && v->item[199999].i == 199999 && !strcmp(v->key[12345], "tok\xc4\xa0" "12345"), "%s",
           err);
-    CHECK(t < 2, "%.2f s for %zu bytes", t, n);
+    CHECK(t < 2, "%.2f s for %zu bytes", t, strlen(text));
     json_free(j);
-    free(text);
 }
 
 TEST(json_printing, "json_print quotes texts and names, and writes null for what is no text or no number; words of a list") {
@@ -151,8 +143,9 @@ TEST(safetensors_find, "tensors and metadata are found by name; data at odd addr
     for (int pad = 0; pad < 4; pad++) {  // the data start at every address mod 4
         static const unsigned char want[8] = { 0, 1, 2, 3, 4, 5, 6, 7 };
         char err[512] = "", header[300];
-        snprintf(header, sizeof header, "{\"b\":{\"dtype\":\"F32\",\"shape\":[2,1],\"data_offsets\":[0,8]},\"a\":{\"dtype\":\"U8\","
-                 "\"shape\":[3],\"data_offsets\":[8,11]},\"__metadata__\":{\"format\":\"pt\"}}%.*s", pad, "   ");
+        snprintf(header, sizeof header, "{\"b\":{\"dtype\":\"F32\",\"shape\":[2,1],\"data_offsets\":[0,8]},"
+                 "\"a\":{\"dtype\":\"U8\",\"shape\":[3],\"data_offsets\":[8,11]},"
+                 "\"__metadata__\":{\"format\":\"pt\"}}%.*s", pad, "   ");
         put_safetensors(tmp_path("x"), header, -1, 11);
         SafeFile *f = safetensors_open(tmp_path("x"), err);
         CHECK(f && f->n == 2, "%s", err);
@@ -178,8 +171,8 @@ static const char good_config[] =
     "\"tie_word_embeddings\":false,\"hidden_act\":\"silu\",\"bos_token_id\":1,\"eos_token_id\":2,"
     "\"torch_dtype\":\"bfloat16\"}";
 
-// The tensors for good_config, all of BF16: a header, and how many bytes their data have. Shard 1: embedding and layer 0;
-// 2: the rest; 3: everything.
+// The tensors for good_config, all of BF16: a header, and how many bytes their data have. Shard 1: embedding and
+// layer 0; 2: the rest; 3: everything.
 static char *config, *header;
 static size_t data;
 
@@ -243,15 +236,12 @@ static void patch(long before_end, const void *bytes, size_t n) {
 
 // Writes a shard of the tensors. Returns its lines of an index, to be freed.
 static char *shard_map(int shard) {
-    char *map, err[256];
-    size_t n;
+    char err[256];
     good_header(shard);
     const char *file = formatted("s%d.safetensors", shard);
     put_safetensors(in_folder(file), header, -1, data);
     Json *j = json_parse(header, strlen(header), err);
-    FILE *f = memory_stream(&map, &n);
-    for (int i = 0; i < j->n; i++) fprintf(f, "%s\"%s\":\"%s\"", i ? "," : "", j->key[i], file);
-    memory_stream_close(f);
+    char *map = WRITTEN(f, for (int i = 0; i < j->n; i++) fprintf(f, "%s\"%s\":\"%s\"", i ? "," : "", j->key[i], file));
     json_free(j);
     return map;
 }
@@ -270,8 +260,8 @@ static void put_index(const char *text) {
 static int as_q8;               // the weights become q8_0
 static char said[2000];         // what loading said: the refusal, or warnings
 
-// It has a frame of its own, so that longjmp out of die() cannot clobber a caller's variables. Returns the exit code, 0: it
-// returned.
+// It has a frame of its own, so that longjmp out of die() cannot clobber a caller's variables. Returns the exit
+// code, 0: it returned.
 static int try_load(const char *dir, int weights, Config **c, Weights **w) {
     int code;
     *c = NULL;
@@ -315,9 +305,9 @@ static int has_values(const Config *c, const Weights *w, const char *want) {
         { "dtype", c->dtype }, { "rope", c->rope_type }, { "theta", c->theta }, { "factor", c->factor },
         { "low", c->low_freq }, { "high", c->high_freq }, { "orig", c->orig_pos }, { "fast", c->beta_fast },
         { "slow", c->beta_slow },
-        { "bytes", (double)w->bytes }, { "head_is_embed", w->head.data == w->embed.data }, { "norm", w->norm.data != NULL },
-        { "down", y->down.data != NULL }, { "bq", y->bq.data != NULL }, { "bo", y->bo.data != NULL },
-        { "bdown", y->bdown.data != NULL },
+        { "bytes", (double)w->bytes }, { "head_is_embed", w->head.data == w->embed.data },
+        { "norm", w->norm.data != NULL }, { "down", y->down.data != NULL }, { "bq", y->bq.data != NULL },
+        { "bo", y->bo.data != NULL }, { "bdown", y->bdown.data != NULL },
     };
     const size_t most = sizeof all / sizeof *all;
     char name[16];
@@ -330,7 +320,8 @@ static int has_values(const Config *c, const Weights *w, const char *want) {
     return !want[strspn(want, " ")];
 }
 
-// Loading says this: "good", nothing; "warns" and words of one line; = and values of what was loaded; or words of a refusal.
+// Loading says this: "good", nothing; "warns" and words of one line; = and values of what was loaded; or words of a
+// refusal.
 static void check_load(const char *what, const char *dir, int weights, const char *want) {
     Config *c;
     Weights *w;
@@ -342,8 +333,9 @@ static void check_load(const char *what, const char *dir, int weights, const cha
     weights_close(w, c);
 }
 
-TABLE(config, 3, "an unusable value of config.json, or a key by which another family computes something else, ends with exit "
-                 "code 3 and the key's name; others are read as they say, in old and new keys, for each family") {
+TABLE(config, 3, "an unusable value of config.json, or a key by which another family computes something else, "
+                 "ends with exit code 3 and the key's name; others are read as they say, in old and new keys, "
+                 "for each family") {
     folder_begin();
     change(&config, part[0], part[1]);
     put_text(in_folder("config.json"), config);
@@ -351,8 +343,9 @@ TABLE(config, 3, "an unusable value of config.json, or a key by which another fa
     CHECK(*part[2] == '=' || strstr(said, "config.json"), "%s: %s", part[1], said);
 }
 
-TABLE(folders, 4, "files that are missing, broken or foreign; tensors that are missing, misshapen or of a wrong dtype end with "
-                  "exit code 3 and their name; shards; biases that config.json denies; what nobody asked for is a warning") {
+TABLE(folders, 4, "files that are missing, broken or foreign; tensors that are missing, misshapen or of a wrong "
+                  "dtype end with exit code 3 and their name; shards; biases that config.json denies; what "
+                  "nobody asked for is a warning") {
     static const char zeros[2000];
     static char at[2000], counting[256];        // the folder; bytes as put_safetensors writes them
     static int goes_on;
@@ -373,8 +366,8 @@ TABLE(folders, 4, "files that are missing, broken or foreign; tensors that are m
     if (!strcmp(what, "header")) change(&header, a, b);
     if (!strcmp(what, "bare")) while (strstr(header, "\"model.")) change(&header, "\"model.", "\"");
     if (!strcmp(what, "bias")) {
-        change(&header, "{", formatted("{\"model.layers.1.%s\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[%zu,%zu]},", a,
-                                       data, data + 16));
+        change(&header, "{", formatted("{\"model.layers.1.%s\":{\"dtype\":\"BF16\",\"shape\":[8],"
+                                       "\"data_offsets\":[%zu,%zu]},", a, data, data + 16));
         data += 16;
     }
     if (strchr("hb", *what)) put_safetensors(in_folder("model.safetensors"), header, -1, data);
@@ -397,7 +390,8 @@ static int try_synthetic(const char *shape, Config **c) {
 TABLE(config_synthetic, 2, "named shapes, sizes over the defaults; bad shapes with exit code 2") {
     Config *c = NULL;
     int code = try_synthetic(part[0], &c), good = *part[1] == '=';
-    if (good) CHECK(!code && has_values(c, NULL, part[1] + 1) && !strcmp(c->dir, formatted("synthetic:%s", part[0])), "%s", part[0]);
+    const char *dir = formatted("synthetic:%s", part[0]);
+    if (good) CHECK(!code && has_values(c, NULL, part[1] + 1) && !strcmp(c->dir, dir), "%s", part[0]);
     else CHECK(code == EXIT_USAGE && strstr(die_text, part[1]), "\"%s\": %d %s", part[0], code, die_text);
     weights_close(NULL, c);
 }
@@ -412,9 +406,8 @@ TEST(weights_synthetic_made, "the same bits whatever the number of threads, the 
         set_threads(ways[i].threads);
         w[i] = weights_synthetic(c, (uint64_t)ways[i].seed);
         const WeightFiles *first = &w[0]->files, *files = &w[i]->files;
-        CHECK(files->block_bytes == first->block_bytes, "%d: %zu bytes", i, files->block_bytes);
-        CHECK((memcmp(files->block, first->block, first->block_bytes) != 0) == (i == 3), "%d threads, seed %d: other "
-              "weights, or the same", ways[i].threads, ways[i].seed);
+        int same = files->block_bytes == first->block_bytes && !memcmp(files->block, first->block, first->block_bytes);
+        CHECK(same == (i < 3), "%d threads, seed %d: other weights, or the same", ways[i].threads, ways[i].seed);
     }
     set_threads(threads);
     double sum = 0, sq = 0, n = 333 * 60;
@@ -423,19 +416,13 @@ TEST(weights_synthetic_made, "the same bits whatever the number of threads, the 
         sum += x;
         sq += x * x;
     }
-    CHECK(fabs(sqrt(sq / n) - 2.5 / sqrt(60)) < 0.01 && fabs(sum / n) < 0.01, "std %g mean %g", sqrt(sq / n),
-          sum / n);
+    CHECK(fabs(sqrt(sq / n) - 2.5 / sqrt(60)) < 0.01 && fabs(sum / n) < 0.01, "std %g mean %g", sqrt(sq / n), sum / n);
     const Layer *y = &w[0]->layer[1];
     CHECK(bf16_to_f32(*(const uint16_t *)y->attn_norm.data) == 1 && y->down.rows == 60 && y->down.cols == 91 &&
           w[0]->head.data == w[0]->embed.data, "layer 1");
-    char *out;
-    size_t len;
-    FILE *f = memory_stream(&out, &len);
-    inspect(c, w[0], f);
-    memory_stream_close(f);
+    OWN char *out = WRITTEN(f, inspect(c, w[0], f));
     CHECK(strstr(out, "333 x 60") && strstr(out, "in 2 layers") &&
           strstr(out, "KV cache   960 bytes a token in f32, 480 in f16"), "%s", out);
-    free(out);
     for (int i = 0; i < 4; i++) weights_close(w[i], i ? NULL : c);
 }
 
@@ -504,7 +491,8 @@ static void golden_close(Golden *g) {
     free(g->file);
 }
 
-// The logits (n_ids,V) behind each id, to be freed: prefills of so many, and then a step for each id; 0 inside a prefill.
+// The logits (n_ids,V) behind each id, to be freed: prefills of so many, and then a step for each id; 0 inside a
+// prefill.
 static float *golden_run(const Golden *g, Session *s, const int *prefills) {
     size_t V = (size_t)g->V;
     float *out = xcalloc((size_t)g->n_ids * V, sizeof *out);
@@ -526,7 +514,8 @@ static float *golden_logits(const Golden *g, const char *options) {
     return golden_run(g, s, at_once);
 }
 
-TEST(golden_logits, "every family against transformers: prefill, decode, two turns, token by token, again after a reset") {
+TEST(golden_logits, "every family against transformers: prefill, decode, two turns, token by token, again after "
+                    "a reset") {
     static const int ways[][3] = { { GOLDEN_PREFILL }, { 1 }, { 11, 25 } };
     int threads = set_threads(1);
     for (int i = 0; i < N_GOLDEN; i++) {
@@ -541,11 +530,12 @@ TEST(golden_logits, "every family against transformers: prefill, decode, two tur
                 const float *got = run[way] + (size_t)g.rows[n] * V;
                 double e = worst(got, g.logits + (size_t)n * V, V, 2e-4, 2e-4, &at);
                 int inside = g.rows[n] < ways[way][0] - 1;
-                CHECK(inside || e <= 1, "%s, way %d, row %d: logit %zu is %g, %.1f times the bound", g.name, way, g.rows[n], at,
-                      got[at], e);
+                CHECK(inside || e <= 1, "%s, way %d, row %d: logit %zu is %g, %.1f times the bound", g.name, way,
+                      g.rows[n], at, got[at], e);
             }
         }
-        double e = worst(run[0] + (GOLDEN_PREFILL - 1) * V, run[1] + (GOLDEN_PREFILL - 1) * V, left * V, 5e-5, 5e-5, &at);
+        const size_t from = (GOLDEN_PREFILL - 1) * V;
+        double e = worst(run[0] + from, run[1] + from, left * V, 5e-5, 5e-5, &at);
         CHECK(e <= 1, "%s: prefill and token by token differ, %.1f times the bound", g.name, e);
         for (int way = 0; way < 3; way++) free(run[way]);
         session_done(s);
@@ -564,8 +554,8 @@ TEST(golden_bits, "-b 7, 64, 512 and 1 or 2 threads: the same logits to the bit"
         for (int k = 0; k < 4; k++) {
             set_threads(ways[k].threads);
             run[k] = golden_logits(&g, formatted("batch-size=%d%s", ways[k].batch, i & 1 ? " ctk=f16 ctv=f16" : ""));
-            CHECK(!memcmp(run[0], run[k], (size_t)(g.n_ids * g.V) * sizeof *run[k]), "%s: -b %d with %d threads differs", g.name,
-                  ways[k].batch, ways[k].threads);
+            CHECK(!memcmp(run[0], run[k], (size_t)(g.n_ids * g.V) * sizeof *run[k]), "%s: -b %d with %d threads differs",
+                  g.name, ways[k].batch, ways[k].threads);
         }
         for (int k = 0; k < 4; k++) free(run[k]);
         golden_close(&g);

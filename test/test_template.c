@@ -1,4 +1,5 @@
-// test/test_template.c - chat templates and dialogues against what transformers writes, and against whoever means harm.
+// test/test_template.c - chat templates and dialogues against what transformers writes, and against whoever means
+// harm.
 #define _GNU_SOURCE
 #include "../lib/tokenizer.c"         // a program's fixture says which tokens begin and end a text
 #include "tokens.h"
@@ -101,8 +102,8 @@ static void check_whole(App *a, const Json *p, const Json *list, const Json *wan
     char err[512] = "";
     int how = json_get(p, "think")->i ? RENDER_PROMPT : RENDER_PROMPT | RENDER_NO_THINK, none = want->type == JSON_NULL;
     OWN_ARRAY int *got = template_ids(a->tp, m, messages_of(list, m), how, err);
-    CHECK(none ? !got : got && same_ids(got, 0, want), "%s: %d ids, expected %d: %s", json_text(p, "what"), (int)arrlen(got),
-          want->n, err);
+    CHECK(none ? !got : got && same_ids(got, 0, want), "%s: %d ids, expected %d: %s", json_text(p, "what"),
+          (int)arrlen(got), want->n, err);
     dialogues.equal += !none;
     dialogues.refused += none;
 }
@@ -110,11 +111,12 @@ static void check_whole(App *a, const Json *p, const Json *list, const Json *wan
 TEST(template_programs, "programs as models are published with them give the ids of apply_chat_template, with and "
                         "without a system message, in four turns, and where they rewrite history") {
     each_dialogue(check_whole);
-    CHECK(dialogues.equal >= 250 && dialogues.refused >= 4, "%d dialogues, %d refused", dialogues.equal, dialogues.refused);
+    CHECK(dialogues.equal >= 250 && dialogues.refused >= 4, "%d dialogues, %d refused", dialogues.equal,
+          dialogues.refused);
 }
 
-TEST(template_own_ids, "a reply that the template leaves whole keeps the ids that the model made; one that it changes, "
-                       "or moves, is encoded anew") {
+TEST(template_own_ids, "a reply that the template leaves whole keeps the ids that the model made; one that it "
+                       "changes, or moves, is encoded anew") {
     OWN_TOKENIZER *t = fixture_tokenizer("qwen2");
     char err[512] = "";
     OWN_TEMPLATE *tp = template_of(qwen3, t, err);
@@ -148,8 +150,8 @@ static int guarded_ids(const Template *tp, const char *content, int how) {
     return n;
 }
 
-TEST(template_no_forging, "no message names a special token, whole, in halves, joined with the template's own text or "
-                          "through its filters; --parse-special lets it") {
+TEST(template_no_forging, "no message names a special token, whole, in halves, joined with the template's own "
+                          "text or through its filters; --parse-special lets it") {
     static const char *const programs[] = {
         "{% for m in messages %}<｜User｜>{{ m.content }}<｜Assistant｜>{% endfor %}",
         "{% for m in messages %}<｜User｜>{{ '<｜' + m.content + '｜>' }}<|im_end|>{% endfor %}",
@@ -177,7 +179,8 @@ TEST(template_no_forging, "no message names a special token, whole, in halves, j
     }
 }
 
-TABLE(template_names, 3, "templates by name, with the tokens that end a turn; refusals say what is missing, and the names") {
+TABLE(template_names, 3, "templates by name, with the tokens that end a turn; refusals say what is missing, and "
+                         "the names") {
     char err[512] = "";
     OWN_TOKENIZER *t = fixture_tokenizer(part[1]);
     OWN_TEMPLATE *tp = template_load("nowhere", part[0], t, err);
@@ -193,8 +196,8 @@ TABLE(template_config, 2, "the template of a folder, of which there may be a lis
     CHECK(strstr(tp ? tp->name : err, part[1]), "%s: %s", part[0], tp ? tp->name : err);
 }
 
-TEST(template_refused, "a program that needs more of the language, or writes no dialogue, is refused with the reason and "
-                       "its line") {
+TEST(template_refused, "a program that needs more of the language, or writes no dialogue, is refused with the "
+                       "reason and its line") {
     char err[512] = "";
     Json *all = fixture_json("programs.json");
     const Json *refused = json_get(all, "refused");
@@ -220,8 +223,8 @@ static void repeat(char **out, const char *text, int n) {
     }
 }
 
-TABLE(template_hostile, 7, "whatever a program does, it is refused within two seconds of the processor: loops, sums, blanks, "
-                           "variables, long texts, deep macros, a program of a megabyte") {
+TABLE(template_hostile, 7, "whatever a program does, it is refused within two seconds of the processor: loops, "
+                           "sums, blanks, variables, long texts, deep macros, a program of a megabyte") {
     static Tokenizer *t;
     char err[512] = "";
     OWN_ARRAY char *program = NULL;
@@ -319,8 +322,8 @@ TEST(template_date, "strftime_now writes today, or KVCOMP_DATE") {
 
 // ---- Does the tokenizer belong to the model?
 
-TABLE(tokenizer_rows, 7, "vocabulary, BOS, EOS, unk and what the template writes need rows in the embedding, both numbers are "
-                         "said; other added tokens do not") {
+TABLE(tokenizer_rows, 7, "vocabulary, BOS, EOS, unk and what the template writes need rows in the embedding, "
+                         "both numbers are said; other added tokens do not") {
     char err[512] = "taken";
     OWN_TOKENIZER *t = fixture_tokenizer(part[0]);
     OWN_TEMPLATE *tp = strcmp(part[0], "llama3") ? template_of(qwen3, t, err) : template_load(NULL, "llama3", t, err);
@@ -336,8 +339,8 @@ TABLE(tokenizer_rows, 7, "vocabulary, BOS, EOS, unk and what the template writes
 
 // ---- A dialogue turn by turn: what is fed for each message, and what of it is whose
 
-TEST(turns_appended, "turns appended one by one equal the whole dialogue as transformers renders it; the system message "
-                     "and the opening of the reply are where they are") {
+TEST(turns_appended, "turns appended one by one equal the whole dialogue as transformers renders it; the system "
+                     "message and the opening of the reply are where they are") {
     Json *all = fixture_json("chats.json");
     int turns = 0;
     for (int i = 0; all && i < all->n; i++) {
@@ -382,19 +385,18 @@ static int *fed_ids(const App *a) {
     return ids;
 }
 
-// The text of ids without its blanks (stb array, with a NUL).
+// The text of ids without its blanks (stb array).
 static char *bare_text(const Tokenizer *t, const int *ids) {
     char *text = decode_all(t, ids);
     int n = 0;
     for (int i = 0; i < (int)arrlen(text); i++)
         if (text[i] != ' ') text[n++] = text[i];
     arrsetlen(text, n);
-    arrput(text, 0);
     return text;
 }
 
-// Turn by turn. The replies are encoded by themselves here, and stay so: SentencePiece puts a blank before one, and a line
-// break at its end is no part of what follows.
+// Turn by turn. The replies are encoded by themselves here, and stay so: SentencePiece puts a blank before one, and
+// a line break at its end is no part of what follows.
 static void check_turns(App *a, const Json *p, const Json *list, const Json *want) {
     int system = !strcmp(json_text(&list->item[0], "role"), "system"), back = 0;
     char err[512] = "";
@@ -412,15 +414,15 @@ static void check_turns(App *a, const Json *p, const Json *list, const Json *wan
     OWN_ARRAY int *got = fed_ids(a), *ids = NULL;
     for (int j = 0; j < want->n; j++) arrput(ids, (int)want->item[j].i);
     OWN_ARRAY char *x = bare_text(a->tok, got), *y = bare_text(a->tok, ids);
-    int same = same_ids(got, 0, want), bare = !same && arrlen(x) == arrlen(y) && !memcmp(x, y, arrlenu(x));
+    int same = same_ids(got, 0, want), bare = !same && same_bytes(x, y, arrlenu(y));
     CHECK((same || bare) && !*err, "%s: %d ids, expected %d %s", json_text(p, "what"), (int)arrlen(got), want->n, err);
     dialogues.equal += same;
     dialogues.blanks += bare;
     dialogues.rewritten += back > 0;
 }
 
-TEST(turns_rewritten, "a dialogue played turn by turn has fed what apply_chat_template gives for the whole of it, also "
-                      "where the program drops thoughts, moves the system message or trims") {
+TEST(turns_rewritten, "a dialogue played turn by turn has fed what apply_chat_template gives for the whole of "
+                      "it, also where the program drops thoughts, moves the system message or trims") {
     each_dialogue(check_turns);
     CHECK(dialogues.equal >= 260 && dialogues.blanks <= 16 && dialogues.rewritten > 20, "%d dialogues are equal, %d but for "
           "blanks, %d rewritten", dialogues.equal, dialogues.blanks, dialogues.rewritten);

@@ -23,6 +23,9 @@ static Tokenizer *fixture_tokenizer(const char *name) {
     return t;
 }
 
+// Is the stb array of bytes these n bytes?
+static int same_bytes(const char *a, const char *s, size_t n) { return arrlenu(a) == n && (!n || !memcmp(a, s, n)); }
+
 // The text of all ids, to be freed.
 static char *decode_all(const Tokenizer *t, const int *ids) {
     Decoder d = { .t = t };
