@@ -881,7 +881,7 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
     for (int h = 0; h < c->H; h++) {
         int n = kv_head(p->c, 0, h / R)->len, bad = 0;
         for (int i = 0; i < m; i++) r[i] = n - T + t[i];
-        line_probs(p->c, 0, h, q, T, r, m, P, tiles_new(p->c));
+        line_probs(p->c, 0, h, q, t, m, P, tiles_new(p->c));
         for (int i = 0; i < m; i++)
             bad += worst(Q + h * each + (size_t)i * N, P + (size_t)i * n, n, 1e-6, 1e-5, NULL) > 1;
         CHECK(!bad, "probabilities of head %d: %d rows", h, bad);
