@@ -619,11 +619,6 @@ static void load_range(const Session *s, const KVHead *h, int v, int r0, int n, 
     else f->unpack((float *)buf + front, raw, n - packed, D);
 }
 
-// The j-th of some rows.
-static int row_at(const int *rows, int r0, int j) {
-    return rows ? rows[j] : r0 + j;
-}
-
 // The same for listed rows or for neighbours. Listed rows that are neighbours are loaded together.
 static void load_rows(const Session *s, const KVHead *h, int v, const int *rows, int r0, int n,
                       void *buf, int dtype) {
@@ -631,7 +626,7 @@ static void load_rows(const Session *s, const KVHead *h, int v, const int *rows,
     for (int i = 0, end; i < n; i = end) {
         end = rows ? i + 1 : n;
         while (end < n && rows[end] == rows[end - 1] + 1) end++;
-        load_range(s, h, v, row_at(rows, r0, i), end - i, (char *)buf + i * bytes, dtype);
+        load_range(s, h, v, rows ? rows[i] : r0, end - i, (char *)buf + i * bytes, dtype);
     }
 }
 
@@ -731,27 +726,6 @@ int view_rows(const Session *s, int l, int h, int *rows) {
     if (n) memcpy(rows, w->idx, (size_t)n * sizeof(int));
     for (int r = w->tail; r < len; r++) rows[n++] = r;
     return n;
-}
-
-typedef struct {            // the rows at places p .. p+n-1 of a view
-    int p, n;
-    const int *rows;        // (n) their numbers; NULL: they are the neighbours r0 .. r0+n-1
-    int r0;
-} ViewTile;
-
-// The rows at places p .. p+n-1 of a view. room (n) is used where the list ends among them.
-static ViewTile view_tile(const View *w, int p, int n, int *room) {
-    ViewTile a = { .p = p, .n = n };
-    if (p >= w->n) {                        // behind the list
-        a.r0 = w->tail + p - w->n;
-    } else if (p + n <= w->n) {             // inside the list
-        a.rows = w->idx + p;
-    } else {                                // the end of the list and the first rows behind it
-        int listed = w->n - p;
-        for (int i = 0; i < n; i++) room[i] = i < listed ? w->idx[p + i] : w->tail + i - listed;
-        a.rows = room;
-    }
-    return a;
 }
 
 // ---- dropping rows
@@ -980,26 +954,31 @@ typedef struct {            // keys or values as a kernel takes them
     Ahead next;             // memory that will be read next, to ask for meanwhile; {0}: none
 } TileRows;
 
-typedef struct {            // what one thread works in
-    float *k;               // (KV_TILE,D) rows as f32
-    float *q;               // (Q_BLOCK,D) the queries
+typedef struct {            // what one thread works on
+    int m;                  // the queries,
+    float *q;               // (m,D)
     struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
-    int tok[Q_BLOCK];       // the token of each query, an index into Session.tok
-    int rows[KV_TILE];      // room for the row numbers of a tile
-    float *sc;              // (m,n) scores of the tile, then exp(score - max)
+    int tok[Q_BLOCK];       // (m) their tokens, ascending: indices into Session.tok
+    int p, n;               // the rows they meet, those at places p .. p+n-1 of a view,
+    const int *row;         // (n) their numbers, ascending
+    int rows[KV_TILE];      // room for these
+    float *kv;              // (KV_TILE,D) room for their keys, and then for their values
+    float *sc;              // (m,n) scores, then exp(score - max)
     float max[Q_BLOCK];     // the running softmax of each query: the largest score so far,
     float sum[Q_BLOCK];     // the sum of exp(score - max),
-    float *acc;             // (Q_BLOCK,D) and the sum of exp(score - max) v
+    float *acc;             // (m,D) and the sum of exp(score - max) v
     const float *skip_v;    // lines (section 7): query i reads row c only where skip_v[c], or else skip_s[c - i], is 0
     const float *skip_s;    // and not -INFINITY; NULL: it reads every row it may see
 } Tile;
+
+static const View every_row;
 
 // A Tile for every thread, in scratch memory.
 static Tile *tiles_new(Session *s) {
     int n = n_threads(), D = s->c->D, whole = dtype_in_place(s->fk, D) == ROWS_Q8;
     Tile *t = scratch(s, (size_t)n * sizeof(Tile));
     for (int i = 0; i < n; i++) {
-        t[i].k   = scratch(s, (size_t)KV_TILE * D * sizeof(float));
+        t[i].kv  = scratch(s, (size_t)KV_TILE * D * sizeof(float));
         t[i].q   = scratch(s, (size_t)Q_BLOCK * D * sizeof(float));
         t[i].q8  = whole ? scratch(s, q8_query_bytes(Q_BLOCK, D)) : NULL;
         t[i].sc  = scratch(s, (size_t)Q_BLOCK * KV_TILE * sizeof(float));
@@ -1009,46 +988,66 @@ static Tile *tiles_new(Session *s) {
     return t;
 }
 
+// The tile's queries: those of n tokens, the t0-th of q and the next ones or, with `at`, those that at (n) lists, and of
+// R heads from h0 on. Query i R + r is head h0 + r of the i-th; the 0-th of q is token tok0.
+static void tile_queries(const Session *s, Tile *t, const float *q, const int *at, int t0, int n, int tok0, int h0,
+                         int R) {
+    size_t D = s->c->D, H = s->c->H;
+    t->m = n * R;
+    for (int i = 0; i < n; i++) {
+        int from = at ? at[i] : t0 + i;
+        memcpy(t->q + i * R * D, q + (from * H + h0) * D, R * D * sizeof(float));
+        for (int r = 0; r < R; r++) t->tok[i * R + r] = tok0 + from;
+    }
+    if (t->q8) q8_queries(t->q8, t->q, t->m, (int)D);
+}
+
+// The tile's rows: those at places p .. p+n-1 of the view w.
+static void tile_rows(Tile *t, const View *w, int p, int n) {
+    int listed = max_int(0, min_int(n, w->n - p));
+    t->p = p;
+    t->n = n;
+    t->row = listed == n ? w->idx + p : t->rows;
+    if (listed == n) return;
+    for (int i = 0; i < listed; i++) t->rows[i] = w->idx[p + i];
+    for (int i = listed; i < n; i++) t->rows[i] = w->tail + p + i - w->n;
+}
+
 // The sliding window of layer l; 0: it has none.
 int layer_window(const Session *s, int l) {
     return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
 }
 
-// 1: every one of the tile's m queries sees every one of its n rows (listed, or neighbours from r0
-// on); 0: look at each pair. The rows are ascending, so the causal part is settled by the newest one.
-static int all_visible(const Session *s, const KVHead *hd, const Tile *t, int m, const int *rows,
-                       int r0, int n) {
-    int first = INT_MAX, seg = s->tok[t->tok[0]].seg;
-    for (int i = 0; i < m; i++) first = min_int(first, t->tok[i]);
-
+// 1: every query of the tile sees every row of it; 0: look at each pair. Queries and rows are ascending, so the causal
+// part is settled by the first query and the newest row.
+static int all_visible(const Session *s, const KVHead *hd, const Tile *t) {
     // The head's newest row is asked first: it settles most decode steps and lies in the cache,
     // while the tile's newest one would have to come from memory.
-    int causal = hd->src[hd->len - 1] <= first || hd->src[row_at(rows, r0, n - 1)] <= first;
+    int causal = hd->src[hd->len - 1] <= t->tok[0] || hd->src[t->row[t->n - 1]] <= t->tok[0];
     if (!causal || s->rule == VIS_CAUSAL) return causal;
 
     // SONIC: the rows of a message are seen by that message alone, Nexus rows by whoever comes later.
     // Queries and rows of one message, beside rows of the system message, are the usual case.
-    for (int i = 0; i < m; i++) {
+    int seg = s->tok[t->tok[0]].seg;
+    for (int i = 0; i < t->m; i++) {
         const Token *query = &s->tok[t->tok[i]];
         if (query->kind == TOK_EXTRA || query->seg != seg) return 0;
     }
-    for (int j = 0; j < n; j++) {
-        const Token *key = &s->tok[hd->src[row_at(rows, r0, j)]];
+    for (int j = 0; j < t->n; j++) {
+        const Token *key = &s->tok[hd->src[t->row[j]]];
         if (key->kind != TOK_EXTRA && key->seg >= 0 && key->seg != seg) return 0;
     }
     return 1;
 }
 
-// Sets the scores of the rows that a query may not see to -INFINITY: of the tile's m queries and n
-// rows (listed, or neighbours from r0 on), query i and row j meet at x[i * by + j * bx]. Returns 0
-// if no query sees any row.
-static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, int m,
-                     const int *rows, int r0, int n, float *x, size_t by, size_t bx) {
+// Sets the scores of the rows that a query may not see to -INFINITY: query i and row j of the tile meet at
+// x[i * by + j * bx]. Returns 0 if no query sees any row.
+static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, float *x, size_t by, size_t bx) {
     int window = layer_window(s, l), any = 0;
-    if (!window && all_visible(s, hd, t, m, rows, r0, n)) return 1;
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < n; j++) {
-            int query = t->tok[i], key = hd->src[row_at(rows, r0, j)];
+    if (!window && all_visible(s, hd, t)) return 1;
+    for (int i = 0; i < t->m; i++)
+        for (int j = 0; j < t->n; j++) {
+            int query = t->tok[i], key = hd->src[t->row[j]];
             if (kv_visible(s->rule, window, &s->tok[query], query, &s->tok[key], key)) any = 1;  // SONIC: Eq. 3 to 5
             else x[i * by + j * bx] = -INFINITY;
         }
@@ -1056,87 +1055,25 @@ static int mask_tile(const Session *s, int l, const KVHead *hd, const Tile *t, i
 }
 
 // Masks the cells of a tile that lie on no line of their query.
-static void skip_cells(const Tile *t, int m, const ViewTile *a) {
-    int first = row_at(a->rows, a->r0, 0), side = row_at(a->rows, a->r0, a->n - 1) - first == a->n - 1;
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < a->n; j++) {
-            int c = side ? first + j : a->rows[j];
+static void skip_cells(const Tile *t) {
+    int first = t->row[0], side = t->row[t->n - 1] - first == t->n - 1;
+    for (int i = 0; i < t->m; i++)
+        for (int j = 0; j < t->n; j++) {
+            int c = side ? first + j : t->row[j];
             float v = t->skip_v[c], o = t->skip_s[c - i];
-            t->sc[i * a->n + j] += v > o ? v : o;
+            t->sc[i * t->n + j] += v > o ? v : o;
         }
 }
 
-// Pass 1 for a tile: t->sc (m,n) = q k / sqrt(D), masked. Returns 0 if no query sees any row.
-static int tile_scores(const Session *s, int l, const KVHead *hd, Tile *t, int m, const ViewTile *a, TileRows k) {
-    int D = s->c->D, n = a->n;
-    float scale = 1 / sqrtf((float)D);
-    if (k.dtype == ROWS_Q8) q8_scores(t->sc, t->q8, k.x, m, n, D, scale, k.next);
-    else scores_of(t->sc, t->q, k.x, k.dtype, m, n, D, scale, k.next);
-    if (t->skip_v) skip_cells(t, m, a);
-    return mask_tile(s, l, hd, t, m, a->rows, a->r0, n, t->sc, (size_t)n, 1);
-}
-
-// The running softmax of m queries begins: no row has been seen.
-static void tile_begin(Tile *t, int m, int D) {
-    memset(t->acc, 0, (size_t)m * D * sizeof(float));
-    for (int i = 0; i < m; i++) {
-        t->max[i] = -INFINITY;
-        t->sum[i] = 0;
-    }
-}
-
-// Passes 2 and 3 for a tile whose scores are in t->sc (m,n): folds it into the running softmax of
-// its m queries. v (n,D).
-static void tile_fold(Tile *t, int m, int n, int D, TileRows v) {
-    // Pass 2: exponentials and their sum. What was gathered under a smaller maximum is scaled first.
-    for (int i = 0; i < m; i++) {
-        float *p = t->sc + (size_t)i * n, *acc = t->acc + (size_t)i * D;
-        float top = fmaxf(t->max[i], max_f32(p, n));
-        if (top == -INFINITY) {             // this query has seen no row yet
-            memset(p, 0, (size_t)n * sizeof(float));
-            continue;
-        }
-        if (top > t->max[i]) {
-            float c = expf(t->max[i] - top);
-            t->sum[i] *= c;
-            for (int d = 0; d < D; d++) acc[d] *= c;
-            t->max[i] = top;
-        }
-        exp_shift(p, top, n, &t->sum[i]);
-    }
-
-    // Pass 3: the weighted sum.
-    mix_of(t->acc, t->sc, v.x, v.dtype, m, n, D, 1, v.next);
-}
-
-// Can a row up to r_last lie inside the sliding window of token first_tok, or of a later one? If not,
-// the tile that ends with r_last need not be read at all. Positions are those of tokens, as in
-// kv_visible; SONIC's need not rise from row to row, so under its rules every tile is read.
-static int tile_in_window(const Session *s, int l, const KVHead *hd, int r_last, int first_tok) {
+// Can a row of the tile lie inside the sliding window of its first query, or of a later one? If not, it need not be read
+// at all. Positions are those of tokens, as in kv_visible; SONIC's need not rise from row to row, so under its rules
+// every tile is read.
+static int tile_in_window(const Session *s, int l, const KVHead *hd, const Tile *t) {
     int w = layer_window(s, l);
-    return !w || s->rule != VIS_CAUSAL || s->tok[hd->src[r_last]].pos > s->tok[first_tok].pos - w;
+    return !w || s->rule != VIS_CAUSAL || s->tok[hd->src[t->row[t->n - 1]]].pos > s->tok[t->tok[0]].pos - w;
 }
 
-// ---- chunks: what KV_CHUNK rows give, and how it is joined
-// Joins the chunks of one query, `stride` floats apart: with M the largest max,
-//   sum = sum_c exp(max_c - M) sum_c      out (D) = sum_c exp(max_c - M) acc_c / sum
-static void chunks_join(const float *part, size_t stride, int chunks, int D, float *out, float *max,
-                        float *sum) {
-    *max = -INFINITY;
-    *sum = 0;
-    memset(out, 0, (size_t)D * sizeof(float));
-    for (int c = 0; c < chunks; c++) *max = fmaxf(*max, part[c * stride]);
-    for (int c = 0; c < chunks; c++) {
-        const float *p = part + c * stride;
-        if (p[0] == -INFINITY) continue;    // the query sees no row of this chunk
-        float f = expf(p[0] - *max);
-        *sum += f * p[1];
-        for (int d = 0; d < D; d++) out[d] += f * p[2 + d];
-    }
-    for (int d = 0; d < D; d++) out[d] /= *sum;
-}
-
-// ---- chunks of a view: what attention reads, in a prefill and in decode
+// ---- reading a tile, in a prefill and in decode
 // A decode step reads each row once, so it is as fast as memory is. Rows that lie as numbers side by
 // side are read where they are: the processor sees the pattern, and the kernel asks for what lies
 // beyond. Others are brought together in a tile, and meanwhile the kernel asks for what is read next, the
@@ -1187,80 +1124,123 @@ static void view_near(Session *s, int l, int h) {
     w->is_near = 1;
 }
 
-// The keys (OF_K) or values (OF_V) of the tile *a of a view: where they lie, or brought together in buf.
+// The keys (OF_K) or values (OF_V) of the tile's rows, of the view w: where they lie, or brought together.
 // The rows this thread reads end at place `end` of the view. many 1: many queries read them, and so they become
 // f32 first, but for keys of q8_0, which have their own product (D89).
-static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const ViewTile *a, int v, int many,
-                          int end, float *buf) {
+static TileRows tile_read(const Session *s, const KVHead *h, const View *w, const Tile *t, int v, int many, int end) {
     const Format *f = format_of(s, v);
-    int first = row_at(a->rows, a->r0, 0), last = row_at(a->rows, a->r0, a->n - 1), next = a->r0 + a->n;
-    TileRows t = { .x = buf, .dtype = dtype_in_place(f, s->c->D) };
-    if (many && !(v == OF_K && t.dtype == ROWS_Q8)) t.dtype = DT_F32;
-    int in_place = t.dtype != DT_F32 || f->unpack == f32_unpack;
-    if (w->is_near && a->p + a->n <= w->n) {                // a tile of the copy
-        const char *from = near_rows(s, w, v) + a->p * f->row_bytes(s->c->D);
-        if (in_place) t.x = from;
-        else f->unpack(buf, from, a->n, s->c->D);
-        return t;
+    int first = t->row[0], next = t->row[t->n - 1] + 1;
+    TileRows x = { .x = t->kv, .dtype = dtype_in_place(f, s->c->D) };
+    if (many && !(v == OF_K && x.dtype == ROWS_Q8)) x.dtype = DT_F32;
+    int in_place = x.dtype != DT_F32 || f->unpack == f32_unpack;
+    if (w->is_near && t->p + t->n <= w->n) {                // a tile of the copy
+        const char *from = near_rows(s, w, v) + t->p * f->row_bytes(s->c->D);
+        if (in_place) x.x = from;
+        else f->unpack(t->kv, from, t->n, s->c->D);
+        return x;
     }
-    if (in_place && first >= h->packed && last - first == a->n - 1) t.x = raw_row(s, h, v, first);
-    else load_rows(s, h, v, a->rows, a->r0, a->n, buf, t.dtype);
-    if (!a->rows && !(in_place && next >= h->packed)) t.next = tile_ahead(s, h, v, next, end - a->p - a->n);
-    return t;
+    int side = next - first == t->n;                        // they lie side by side
+    if (in_place && first >= h->packed && side) x.x = raw_row(s, h, v, first);
+    else load_rows(s, h, v, side ? NULL : t->row, first, t->n, t->kv, x.dtype);
+    if (t->p >= w->n && !(in_place && next >= h->packed)) x.next = tile_ahead(s, h, v, next, end - t->p - t->n);
+    return x;
 }
 
+// Pass 1 for a tile of the view w: t->sc (m,n) = q k / sqrt(D), masked. Returns 0 if no query sees any row. many, end:
+// see tile_read.
+static int tile_scores(const Session *s, int l, const KVHead *hd, const View *w, Tile *t, int many, int end) {
+    TileRows k = tile_read(s, hd, w, t, OF_K, many, end);
+    int D = s->c->D;
+    float scale = 1 / sqrtf((float)D);
+    if (k.dtype == ROWS_Q8) q8_scores(t->sc, t->q8, k.x, t->m, t->n, D, scale, k.next);
+    else scores_of(t->sc, t->q, k.x, k.dtype, t->m, t->n, D, scale, k.next);
+    if (t->skip_v) skip_cells(t);
+    return mask_tile(s, l, hd, t, t->sc, (size_t)t->n, 1);
+}
+
+// Passes 2 and 3 for a tile whose scores are in t->sc (m,n): folds it into the running softmax of its queries. Values
+// take the place of keys: two tiles, and the rows they come from, would not fit into the first-level cache.
+static void tile_fold(const Session *s, const KVHead *hd, const View *w, Tile *t, int many, int end) {
+    TileRows v = tile_read(s, hd, w, t, OF_V, many, end);
+    int D = s->c->D, n = t->n;
+
+    // Pass 2: exponentials and their sum. What was gathered under a smaller maximum is scaled first.
+    for (int i = 0; i < t->m; i++) {
+        float *p = t->sc + (size_t)i * n, *acc = t->acc + (size_t)i * D;
+        float top = fmaxf(t->max[i], max_f32(p, n));
+        if (top == -INFINITY) {             // this query has seen no row yet
+            memset(p, 0, (size_t)n * sizeof(float));
+            continue;
+        }
+        if (top > t->max[i]) {
+            float c = expf(t->max[i] - top);
+            t->sum[i] *= c;
+            for (int d = 0; d < D; d++) acc[d] *= c;
+            t->max[i] = top;
+        }
+        exp_shift(p, top, n, &t->sum[i]);
+    }
+
+    // Pass 3: the weighted sum.
+    mix_of(t->acc, t->sc, v.x, v.dtype, t->m, n, D, 1, v.next);
+}
+
+// ---- chunks: what KV_CHUNK rows give, and how it is joined
 // The running softmax of the tile's m queries over places p0 .. p1-1 of the view w -> part (m,D+2): of each query
 // max, sum, and the D numbers of acc. many 1: many queries read the rows.
-static void attend_chunk(const Session *s, int l, const KVHead *hd, const View *w, Tile *t, int m, int many,
+static void attend_chunk(const Session *s, int l, const KVHead *hd, const View *w, Tile *t, int many,
                          int p0, int p1, float *part) {
-    int D = s->c->D;
-    tile_begin(t, m, D);
-    for (int p = p0; p < p1; p += KV_TILE) {
-        ViewTile a = view_tile(w, p, min_int(KV_TILE, p1 - p), t->rows);
-        if (!tile_in_window(s, l, hd, row_at(a.rows, a.r0, a.n - 1), t->tok[0])) continue;
-
-        // Pass 1: scores.
-        TileRows k = tile_read(s, hd, w, &a, OF_K, many, p1, t->k);
-        if (!tile_scores(s, l, hd, t, m, &a, k)) continue;
-
-        // Passes 2 and 3: softmax and weighted sum. Values may take the place of keys: two tiles, and the
-        // rows they come from, would not fit into the first-level cache.
-        TileRows v = tile_read(s, hd, w, &a, OF_V, many, p1, t->k);
-        tile_fold(t, m, a.n, D, v);
+    size_t D = s->c->D;
+    memset(t->acc, 0, t->m * D * sizeof(float));
+    for (int i = 0; i < t->m; i++) {        // no row has been seen
+        t->max[i] = -INFINITY;
+        t->sum[i] = 0;
     }
-    for (int i = 0; i < m; i++, part += D + 2) {
+    for (int p = p0; p < p1; p += KV_TILE) {
+        tile_rows(t, w, p, min_int(KV_TILE, p1 - p));
+        if (tile_in_window(s, l, hd, t) && tile_scores(s, l, hd, w, t, many, p1)) tile_fold(s, hd, w, t, many, p1);
+    }
+    for (int i = 0; i < t->m; i++, part += D + 2) {
         part[0] = t->max[i];
         part[1] = t->sum[i];
-        memcpy(part + 2, t->acc + (size_t)i * D, (size_t)D * sizeof(float));
+        memcpy(part + 2, t->acc + i * D, D * sizeof(float));
     }
 }
 
-// Gathers the queries of n tokens, from the t0-th of q on, and of R heads from h0 on: query i*R+r of the tile
-// is head h0+r of the i-th token, which is token tok0+i. -> how many queries.
-static int gather_queries(const Session *s, Tile *t, const float *q, int t0, int n, int tok0, int h0, int R) {
-    size_t D = s->c->D, H = s->c->H;
-    for (int i = 0; i < n; i++) {
-        memcpy(t->q + i * R * D, q + ((t0 + i) * H + h0) * D, R * D * sizeof(float));
-        for (int r = 0; r < R; r++) t->tok[i * R + r] = tok0 + i;
+// Joins the chunks of query i of a tile, `stride` floats apart: with M the largest max,
+//   sum = sum_c exp(max_c - M) sum_c      out (D) = sum_c exp(max_c - M) acc_c / sum
+// t->max[i] and t->sum[i] become M and sum.
+static void chunks_join(Tile *t, int i, const float *part, size_t stride, int chunks, int D, float *out) {
+    float max = -INFINITY, sum = 0;
+    part += (size_t)i * (D + 2);
+    memset(out, 0, (size_t)D * sizeof(float));
+    for (int c = 0; c < chunks; c++) max = fmaxf(max, part[c * stride]);
+    for (int c = 0; c < chunks; c++) {
+        const float *p = part + c * stride;
+        if (p[0] == -INFINITY) continue;    // the query sees no row of this chunk
+        float f = expf(p[0] - max);
+        sum += f * p[1];
+        for (int d = 0; d < D; d++) out[d] += f * p[2 + d];
     }
-    if (t->q8) q8_queries(t->q8, t->q, n * R, (int)D);
-    return n * R;
+    for (int d = 0; d < D; d++) out[d] /= sum;
+    t->max[i] = max;
+    t->sum[i] = sum;
 }
 
 // Adds to hd->mass, for methods that want KV_MASS (H2O), the attention that the tile's m queries pay to the first
 // n_rows rows of the view w, whose keys are read once more: the sum over the queries of exp(score - max) / sum.
-static void add_mass(const Session *s, int l, KVHead *hd, const View *w, Tile *t, int m, int n_rows) {
+static void add_mass(const Session *s, int l, KVHead *hd, const View *w, Tile *t, int n_rows) {
     float unused = 0;
     for (int p = 0; p < n_rows; p += KV_TILE) {
         float mass[KV_TILE] = { 0 };
-        ViewTile a = view_tile(w, p, min_int(KV_TILE, n_rows - p), t->rows);
-        if (!tile_scores(s, l, hd, t, m, &a, tile_read(s, hd, w, &a, OF_K, 1, n_rows, t->k))) continue;
-        for (int i = 0; i < m; i++) {
-            float *x = t->sc + (size_t)i * a.n;
-            exp_shift(x, t->max[i], a.n, &unused);
-            for (int j = 0; j < a.n; j++) mass[j] += x[j] / t->sum[i];
+        tile_rows(t, w, p, min_int(KV_TILE, n_rows - p));
+        if (!tile_scores(s, l, hd, w, t, 1, n_rows)) continue;
+        for (int i = 0; i < t->m; i++) {
+            float *x = t->sc + (size_t)i * t->n;
+            exp_shift(x, t->max[i], t->n, &unused);
+            for (int j = 0; j < t->n; j++) mass[j] += x[j] / t->sum[i];
         }
-        for (int j = 0; j < a.n; j++) hd->mass[row_at(a.rows, a.r0, j)] += mass[j];
+        for (int j = 0; j < t->n; j++) hd->mass[t->row[j]] += mass[j];
     }
 }
 
@@ -1276,24 +1256,21 @@ static int last_visible(const Session *s, const KVHead *hd, int tok0, int last_t
     return n;
 }
 
-// Attention of the R heads of group g for n tokens, from the i0-th of q, out (..,H,D) on; that one
+// Attention of the R heads of group g for n tokens, from the i0-th of q, out (..,H,D) on; the 0-th
 // is token tok0. part: room for all chunks of a tile.
 static void prefill_block(Session *s, int l, int g, float *out, const float *q, int i0, int n,
                           int tok0, Tile *t, float *part) {
     int D = s->c->D, H = s->c->H, R = H / s->c->G;
-    size_t stride = (size_t)D + 2, chunk = Q_BLOCK * stride;
+    size_t chunk = Q_BLOCK * ((size_t)D + 2);
     KVHead *hd = kv_head(s, l, g);
-    const View all = { 0 };                 // every row
-    int m = gather_queries(s, t, q, i0, n, tok0, g * R, R);
-    int n_rows = last_visible(s, hd, tok0, tok0 + n - 1), chunks = 0;
+    int n_rows = last_visible(s, hd, tok0 + i0, tok0 + i0 + n - 1), chunks = 0;
 
+    tile_queries(s, t, q, NULL, i0, n, tok0, g * R, R);
     for (int r = 0; r < n_rows; r += KV_CHUNK, chunks++)
-        attend_chunk(s, l, hd, &all, t, m, 1, r, min_int(r + KV_CHUNK, n_rows), part + chunks * chunk);
-    for (int i = 0; i < m; i++) {
-        float *o = out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D;
-        chunks_join(part + i * stride, chunk, chunks, D, o, &t->max[i], &t->sum[i]);
-    }
-    if (hd->mass) add_mass(s, l, hd, &all, t, m, n_rows);
+        attend_chunk(s, l, hd, &every_row, t, 1, r, min_int(r + KV_CHUNK, n_rows), part + chunks * chunk);
+    for (int i = 0; i < t->m; i++)
+        chunks_join(t, i, part, chunk, chunks, D, out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D);
+    if (hd->mass) add_mass(s, l, hd, &every_row, t, n_rows);
 }
 
 // Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the mask lets
@@ -1322,7 +1299,7 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
         for (int b = first; b < first + at_once; b++) {
             int i0 = b * per;
             if (pass_unwanted(s)) continue;         // the pass ends behind this attention
-            prefill_block(s, l, g, out, q, i0, min_int(per, n - i0), s->base + t0 + i0, t, part);
+            prefill_block(s, l, g, out, q, i0, min_int(per, n - i0), s->base + t0, t, part);
         }
     }
     scratch_reset(s, mark);
@@ -1359,7 +1336,7 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
         return;
     }
     int D = s->c->D, H = s->c->H;
-    size_t mark = scratch_mark(s), stride = (size_t)D + 2, chunk = Q_BLOCK * stride;
+    size_t mark = scratch_mark(s), chunk = Q_BLOCK * ((size_t)D + 2);
 
     DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
     int n_groups = decode_groups(s, l, group), items = group[n_groups - 1].first + group[n_groups - 1].chunks;
@@ -1371,21 +1348,19 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
         while (item >= d->first + d->chunks) d++;
         Tile *t = &tiles[thread_id()];
         int p0 = (item - d->first) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, d->n);
-        int m = gather_queries(s, t, q, 0, 1, s->base, d->h0, d->m);
-        attend_chunk(s, l, kv_head(s, l, d->g), kv_view(s, l, d->h0), t, m, 0, p0, p1, part + item * chunk);
+        tile_queries(s, t, q, NULL, 0, 1, s->base, d->h0, d->m);
+        attend_chunk(s, l, kv_head(s, l, d->g), kv_view(s, l, d->h0), t, 0, p0, p1, part + item * chunk);
     }
 
     for (const DecodeGroup *d = group; d < group + n_groups; d++) {
         KVHead *hd = kv_head(s, l, d->g);
-        const float *from = part + d->first * chunk;
-        for (int j = 0; j < d->m; j++)
-            chunks_join(from + j * stride, chunk, d->chunks, D, out + (size_t)(d->h0 + j) * D, &tiles->max[j],
-                        &tiles->sum[j]);
+        for (int i = 0; i < d->m; i++)
+            chunks_join(tiles, i, part + d->first * chunk, chunk, d->chunks, D, out + (size_t)(d->h0 + i) * D);
         double bytes_a_row = (double)head_row_bytes(s, hd) / (hd->packed + hd->cap);
         s->clk.bytes_attended += (double)d->n * bytes_a_row;
         if (!hd->mass) continue;
-        gather_queries(s, tiles, q, 0, 1, s->base, d->h0, d->m);
-        add_mass(s, l, hd, kv_view(s, l, d->h0), tiles, d->m, d->n);
+        tile_queries(s, tiles, q, NULL, 0, 1, s->base, d->h0, d->m);
+        add_mass(s, l, hd, kv_view(s, l, d->h0), tiles, d->n);
     }
     scratch_reset(s, mark);
 }
@@ -1447,6 +1422,7 @@ static int column_end(const Columns *c, int chunk) {
 // Step 1 for a chunk: masked scores and their exponentials, with a running maximum and sum.
 static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) {
     int D = s->c->D, m = c->m, to = column_end(c, chunk);
+    t->m = m;
     for (int j = 0; j < m; j++) {
         t->tok[j] = c->tok0 + j % c->n;
         t->max[j] = -INFINITY;
@@ -1455,10 +1431,11 @@ static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) 
     for (int r = chunk * COLUMN_CHUNK; r < to; r += COLUMN_TILE) {
         int n = min_int(COLUMN_TILE, to - r);
         float *x = c->e + (size_t)r * m;
-        kv_load_k(s, c->hd, NULL, r, n, t->k);
+        tile_rows(t, &every_row, r, n);
+        kv_load_k(s, c->hd, NULL, r, n, t->kv);
         Ahead next = tile_ahead(s, c->hd, OF_K, r + n, min_int(n, to - r - n));
-        mix_of(x, t->k, c->x, DT_F32, n, D, m, 0, next);
-        mask_tile(s, c->l, c->hd, t, m, NULL, r, n, x, 1, (size_t)m);
+        mix_of(x, t->kv, c->x, DT_F32, n, D, m, 0, next);
+        mask_tile(s, c->l, c->hd, t, x, 1, (size_t)m);
         softmax_columns(x, n, m, t->max, t->sum);
         memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
     }
@@ -2881,12 +2858,11 @@ static void group_attend(Session *s, int l, int g, const Lines *lines, float *ou
             int r0 = hd.len - T + t0;
             View w = { .idx = cols + own * n };
             w.n = block_columns(p, r0, r0 + m, need + own * words, w.idx);
-            gather_queries(&as, t, q, t0, m, s->base + t0, h, 1);
+            tile_queries(&as, t, q, NULL, t0, m, s->base, h, 1);
             t->skip_v = p->skip_v;
             if (p->skip_s) t->skip_s = p->skip_s + hd.len - 1 - r0;
-            attend_chunk(&as, l, &hd, &w, t, m, 1, 0, w.n, part);
-            for (int i = 0; i < m; i++)
-                chunks_join(part + i * (D + 2), 0, 1, D, out + ((size_t)(t0 + i) * H + h) * D, &t->max[i], &t->sum[i]);
+            attend_chunk(&as, l, &hd, &w, t, 1, 0, w.n, part);
+            for (int i = 0; i < m; i++) chunks_join(t, i, part, 0, 1, D, out + ((size_t)(t0 + i) * H + h) * D);
         }
     }
     scratch_reset(s, mark);
@@ -2911,31 +2887,21 @@ static void lines_attend(Session *s, int l, const Lines *lines, float *out, cons
 
 // ---- what the methods with lines share: a sample of attention, and a choice by it
 // What MInference and LoopServe look at: softmax rows of a few queries of one head. P (m,n): the
-// probabilities with which query row R[i] of head h attends to its n rows, 0 where it may not look.
-// R (m) are row numbers; q (T,H,D) are the queries of the last T rows; t is room.
-static void line_probs(const Session *s, int l, int h, const float *q, int T, const int *R, int m,
-                       float *P, Tile *t) {
-    int D = s->c->D, H = s->c->H, per = H / s->c->G;
-    const KVHead *hd = kv_head(s, l, h / per);
-    int n = hd->len, p0 = n - T;
-    const View all = { 0 };                 // every row
+// probabilities with which the rows (m) of the pass, counted from its first, attend to the n rows of head h, 0 where
+// they may not look. q (T,H,D) are the queries of the pass; t is room.
+static void line_probs(const Session *s, int l, int h, const float *q, const int *rows, int m, float *P, Tile *t) {
+    const KVHead *hd = kv_head(s, l, h / (s->c->H / s->c->G));
+    int n = hd->len;
 
     // The scores, a block of queries against a tile of keys at a time.
     for (int i0 = 0; i0 < m; i0 += Q_BLOCK) {
-        int mb = min_int(m - i0, Q_BLOCK);
-        for (int i = 0; i < mb; i++) {
-            int row = R[i0 + i];
-            const float *from = q + ((size_t)(row - p0) * H + h) * D;
-            memcpy(t->q + (size_t)i * D, from, (size_t)D * sizeof(float));
-            t->tok[i] = hd->src[row];
-        }
-        if (t->q8) q8_queries(t->q8, t->q, mb, D);
+        tile_queries(s, t, q, rows + i0, 0, min_int(m - i0, Q_BLOCK), s->base, h, 1);
         for (int r = 0; r < n; r += KV_TILE) {
-            ViewTile a = view_tile(&all, r, min_int(n - r, KV_TILE), NULL);
-            tile_scores(s, l, hd, t, mb, &a, tile_read(s, hd, &all, &a, OF_K, 1, n, t->k));
-            for (int i = 0; i < mb; i++) {
+            tile_rows(t, &every_row, r, min_int(n - r, KV_TILE));
+            tile_scores(s, l, hd, &every_row, t, 1, n);
+            for (int i = 0; i < t->m; i++) {
                 float *to = P + (size_t)(i0 + i) * n + r;
-                memcpy(to, t->sc + (size_t)i * a.n, (size_t)a.n * sizeof(float));
+                memcpy(to, t->sc + (size_t)i * t->n, (size_t)t->n * sizeof(float));
             }
         }
     }
@@ -2979,7 +2945,7 @@ static void lines_choose(Session *s, const LineChoice *c, int h0, int h1, const 
         if (a->dense) continue;
         for (size_t i = 0; i < m; i++) R[i] = a->p0 + c->rows[i];
         // Algorithm 2, line 4: A[X~], the softmax rows of the samples
-        if (!KV_DEV(s)) line_probs(s, c->l, h, c->q, c->T, R, c->m, p, &tiles[own]);
+        if (!KV_DEV(s)) line_probs(s, c->l, h, c->q, c->rows, c->m, p, &tiles[own]);
         for (size_t i = 0; i < m && KV_DEV(s); i++)
             bytes_load_cuda(p + i * a->n, P + ((h - h0) * m + i) * N, a->n * sizeof *P);
         choose(x, &(LineSample){ c->m, a->n, a->p0, R, p }, a, rooms + own * 5 * N, &c->found[h]);

@@ -418,10 +418,10 @@ extern "C" {
 #endif
 
 // ------------------------------------------------------------------------ finding by name (sections 2, 4 and 15)
-const Method *method_find(const char *name, size_t n);        // the n bytes at name; NULL: there is none
+const Method *method_find(const char *name, size_t n);         // the n bytes at name; NULL: there is none
+const char   *nearest_method(const char *typed, size_t n);     // the one that is meant; NULL: nothing is near
+const Format *format_find(const char *name);                   // NULL: there is none
 int           batch_rows(const Options *o, const char *device); // rows of a prefill block: -b, or what suits it
-const char   *nearest_method(const char *typed, size_t n);    // the one that is meant; NULL: nothing is near
-const Format *format_find(const char *name);                  // NULL: there is none
 void          ids_must_have_rows(const Config *c, const int *ids, int n);       // exit 3
 
 // path = the file that the method needs beside the model. 0: it is not there
@@ -439,52 +439,41 @@ static inline void   scratch_reset(Session *s, size_t mark) { arena_reset(s->scr
 // Appends the rows of tokens base+t0 .. base+t0+n-1 of this pass: k and v (n,G,D), k rotated. Its three
 // steps: room for n more rows in every head of layer l; their bytes; and last their tokens, positions
 // and lengths.
-void   kv_append  (Session *s, int l, const float *k, const float *v, int t0, int n);
-void   kv_reserve (Session *s, int l, int n);
-void   kv_note    (Session *s, int l, int t0, int n);
+void kv_append (Session *s, int l, const float *k, const float *v, int t0, int n);
+void kv_reserve(Session *s, int l, int n);
+void kv_note   (Session *s, int l, int t0, int n);
 
 // Every head g of layer l keeps n[g] of its rows, those of keep + g stride, ascending; stride 0: the n[0] rows of
 // keep. The rest is given back; views reset.
-void kv_keep(Session *s, int l, const int *keep, size_t stride, const int *n);
-
-void kv_compact(Session *s, int l);            // drop rows that no view of their group reads; renumber views
-void kv_truncate(Session *s, int n_tok);       // forget tokens from n_tok on, and their rows; views reset
-void kv_repos(Session *s, int l, int g, int row, int pos);    // rotate one key to another position
+void kv_keep    (Session *s, int l, const int *keep, size_t stride, const int *n);
+void kv_compact (Session *s, int l);            // drop rows that no view of their group reads; renumber views
+void kv_truncate(Session *s, int n_tok);        // forget tokens from n_tok on, and their rows; views reset
+void kv_repos   (Session *s, int l, int g, int row, int pos);   // rotate one key to another position
 
 // buf (n,D): the listed rows, or rows r0..r0+n-1 when rows is NULL.
-void   kv_load_k  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
-void   kv_load_v  (const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
+void kv_load_k(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
+void kv_load_v(const Session *s, const KVHead *h, const int *rows, int r0, int n, float *buf);
 
-// the bytes at p, which lie where the rows lie, where C can read them
-const void *near_here(Session *s, const void *p, size_t bytes);
+const void *near_here(Session *s, const void *p, size_t bytes); // bytes at p, where the rows lie, where C can read them
 
-int kv_longest(const Session *s, int l);    // rows of the longest head of layer l
-size_t kv_bytes(const Session *s);          // what the allocator holds for rows
+int    kv_longest   (const Session *s, int l);  // rows of the longest head of layer l
+size_t kv_bytes     (const Session *s);         // what the allocator holds for rows
+size_t kv_bytes_full(const Session *s);         // what full attention would hold for the same tokens
+size_t kv_meta_bytes(const Session *s);         // views, and the parts' indexes
+int    layer_acts   (const Session *s, int l);  // 0: hooks skip this layer, which has a window (D6)
+int    layer_window (const Session *s, int l);  // its sliding window; 0: it has none
+int    pos_fits     (const Session *s, int n, int extra);   // are there positions for n + extra tokens?
+int    budget_now   (const Session *s);         // that at a prefill's end, which the decode steps behind it have too
+int    sinks        (const Session *s, int own);    // first rows a method always keeps or reads: --sink, else its own
 
 // the format full attention is compared in: the session's, but f16 where that one compresses
 const Format *full_format(const Session *s, int v);
 
-size_t kv_bytes_full(const Session *s);              // what full attention would hold for the same tokens
-size_t kv_meta_bytes(const Session *s);              // views, and the parts' indexes
-int layer_acts(const Session *s, int l);             // 0: hooks skip this layer, which has a window (D6)
-int layer_window(const Session *s, int l);           // its sliding window; 0: it has none
-int pos_fits(const Session *s, int n, int extra);    // are there positions for n + extra tokens?
-
-// the budget at a prefill's end, which the decode steps behind it have too
-int budget_now(const Session *s);
-
-// the first rows that a method always keeps or reads: --sink, else its own number
-int sinks(const Session *s, int own);
-
-// ---- views
-// idx (n) ascending, all < tail
-void view_set(Session *s, int l, int h, const int *idx, int n, int tail);
-
-// the same for all query heads of KV head g
-void view_group(Session *s, int l, int g, const int *idx, int n, int tail);
-
-void view_all(Session *s);                                   // every view: every row
-int view_rows(const Session *s, int l, int h, int *rows);    // rows (N): the view spelled out -> count
+// ---- views: idx (n) ascending, all < tail
+void view_set  (Session *s, int l, int h, const int *idx, int n, int tail);
+void view_group(Session *s, int l, int g, const int *idx, int n, int tail);     // for all query heads of KV head g
+void view_all  (Session *s);                                // every view: every row
+int  view_rows (const Session *s, int l, int h, int *rows); // rows (N): the view spelled out -> count
 
 // ------------------------------------------------------------------------ attention (section 3)
 // One token through the views: q and out (H,D).
@@ -501,38 +490,37 @@ void window_scores(Session *s, int l, const float *q, int T, int W, float *score
 Session *session_try (const Config *c, const Weights *w, const Options *o, const char *method, char err[512]);
 Session *session_open(const Config *c, const Weights *w, const Options *o, const char *method);
 void     session_close(Session *s);
+void     session_reset(Session *s);             // forget every token; exit 2
+int      session_try_reset(Session *s);         // 0, or -1 with the reason in s->err, and then nothing is forgotten
 
 // Adds an observer as the last part: a Method that looks and decides nothing -> its state, zeroed. NULL
 // when MAX_OBSERVERS look already. unobserve takes it away; session_close does, too.
 void *observe(Session *s, const Method *m);
 void  unobserve(Session *s, const Method *m);
-void watch(Session *s, int moment, int l, const float *x);    // calls the hook watch of every observer
-
-void     session_reset(Session *s);                           // forget every token; exit 2
-
-// 0, or -1 with the reason in s->err, and then nothing is forgotten
-int      session_try_reset(Session *s);
-
-// adds T tokens to the session; one with pos < 0 gets the next position
-void add_tokens(Session *s, const Token *in, int T);
+void  watch(Session *s, int moment, int l, const float *x);     // calls the hook watch of every observer
 
 const float *prefill(Session *s, const int *ids, int n);    // one turn -> logits (V) of its last id
-const float *decode (Session *s, int id);      // one token -> logits (V), unless Session.picked has the best
-int session_evicts(const Session *s);    // does a part drop rows?
+const float *decode (Session *s, int id);       // one token -> logits (V), unless Session.picked has the best
+int session_evicts(const Session *s);           // does a part drop rows?
 
 // -c allows no more rows: compresses at once, as at a prefill's end -> rows fewer in the longest head; 0: none
 int session_compress(Session *s);
 
-float *forward(Session *s, const Token *t, int T);    // one pass over tokens already rewritten by enter
-void   pass_poll(Session *s);                         // gives the pass up if it is not wanted any more
+void   add_tokens(Session *s, const Token *in, int T);  // one with pos < 0 gets the next position
+float *forward(Session *s, const Token *t, int T);      // one pass over tokens already rewritten by enter
+void   pass_poll(Session *s);                           // gives the pass up if it is not wanted any more
 
 // What a pass of either half is made of
 // attention of n tokens of a pass of T tokens, from t0 on, and the hooks around it; late 1: but the commit hooks
 void   attend_rows(Session *s, int l, float *out, const float *q, int t0, int n, int T, int late);
-int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, *y its weights
-void   pass_angles(const Session *s, float *cs, int T);    // cs (T,D): of the tokens' positions, on the host
-double timed(double *sum, double t0);              // adds the seconds since t0 -> the time now
-void   note_peak(Session *s);                      // keeps the most bytes of rows ever held
+int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, of weights *y
+void   pass_angles(const Session *s, float *cs, int T); // cs (T,D): of the tokens' positions, on the host
+double timed(double *sum, double t0);                   // adds the seconds since t0 -> the time now
+void   note_peak(Session *s);                           // keeps the most bytes of rows ever held
+
+// Where the span of a pass of T tokens ends that begins with token t0, and how long one can be.
+int span_end (const Session *s, int t0, int T);
+int span_room(const Session *s, int T);
 
 enum { PLAN_LINES = 32 };
 static const size_t DEVICE_OWN = (size_t)256 << 20;    // cuBLAS, the graph of a step, gaps between rows
@@ -554,10 +542,6 @@ typedef struct {                // bytes that a dialogue of ctx tokens needs on 
 } MemoryPlan;
 
 MemoryPlan memory_plan(const Session *s);
-
-// Where the span of a pass of T tokens ends that begins with token t0, and how long one can be.
-int span_end(const Session *s, int t0, int T);
-int span_room(const Session *s, int T);
 
 // ------------------------------------------------------------------------ scores of heads (section 13)
 // The kinds of scores: those of DiliLazyKV, then those of HeadKV.
@@ -598,59 +582,46 @@ void trace_put(Session *s, const char *type, size_t size, const void *x, const i
 #endif
 
 // ---- the device and a session on it
-int    device_there(void);    // does a GPU answer?
-
-// 0: it answers and holds all of memory_plan; else the exit code, and why
-int device_bars(const Session *s, char why[512]);
-
-int device_open(Session *s);    // sets s->dev; 0, or -1 with s->err set; exit 4
+int    device_there(void);              // does a GPU answer?
+int    device_bars(const Session *s, char why[512]);    // 0: and it holds memory_plan; else the exit code, and why
+int    device_open(Session *s);         // sets s->dev; 0, or -1 with s->err set; exit 4
 void   device_reset(Session *s);
-void device_close(Session *s);          // after every row has been given back
+void   device_close(Session *s);        // after every row has been given back
 float *pass_cuda(Session *s, int T);    // forward() of section 1
-void tokens_give_cuda(Session *s);    // s->tok to the device, for hooks without a pass
+void   tokens_give_cuda(Session *s);    // s->tok to the device, for hooks without a pass
 
 // ---- memory: floats and bytes here and there
-// x (n) in device memory; give it back with device_drop
-float *device_floats(const float *x, size_t n);
-
+float *device_floats(const float *x, size_t n);                     // x (n) in device memory; device_drop gives it back
 void   device_drop(float *x);
-void   bytes_load_cuda(void *to, const void *from, size_t n);     // n bytes to the host
-
-// a method's memory on the device: keeps what is there
-char *near_grow_cuda(char *old, size_t have, size_t want);
-
-char  *near_zero_cuda(size_t n);    // n zero bytes of it
+void   bytes_load_cuda(void *to, const void *from, size_t n);       // n bytes to the host
+char  *near_grow_cuda(char *old, size_t have, size_t want);         // a method's memory there: keeps what is in it
+char  *near_zero_cuda(size_t n);                                    // n zero bytes of it
 void   near_free_cuda(char *p);
-double device_copy_rate(void);    // bytes a second that a copy on the device reads and writes
+double device_copy_rate(void);          // bytes a second that a copy on the device reads and writes
 
 // ---- rows
-// room for cap raw rows; h->packed is the new number already
-void rows_resize_cuda(Session *s, KVHead *h, int cap);
+void rows_resize_cuda(Session *s, KVHead *h, int cap);  // room for cap raw rows; h->packed is the new number already
+void rows_free_cuda  (Session *s, KVHead *h);           // all of them; leaves k, v, pk and pv NULL
 
 // k and v on the device; h->len is still the old one
 void rows_append_cuda(Session *s, int l, const float *k, const float *v, int t0, int n);
 
-void rows_free_cuda(Session *s, KVHead *h);    // all of them; leaves k, v, pk and pv NULL
-
 // raw rows, src and mass of n_moves heads, to memory of the size that head_reserve asks for next
 void rows_move_cuda(Session *s, const Move *move, int n_moves);
+void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf);   // neighbours -> buf (n,D) here
+void rows_store_cuda(char *to, const char *raw, size_t bytes);
 
-// n neighbours -> buf (n,D) on the host
-void rows_load_cuda(const Format *f, const char *from, int n, int D, float *buf);
-
-void   rows_store_cuda (char *to, const char *raw, size_t bytes);
 // h's packed memory anew: the regions reg (n_reg), `bytes` long for K and for V. Row i was row keep[i],
 // packed or raw
-void   rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, const int *keep,
-                        int rows64);
+void rows_repack_cuda(Session *s, KVHead *h, const Region *reg, int n_reg, size_t bytes, const int *keep, int rows64);
 
 // ---- attention
-void   attn_prefill_cuda (Session *s, int l, float *out, const float *q, int t0, int n);
-void   attn_decode_cuda  (Session *s, int l, float *out, const float *q);
-void   window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score);
+void attn_prefill_cuda (Session *s, int l, float *out, const float *q, int t0, int n);
+void attn_decode_cuda  (Session *s, int l, float *out, const float *q);
+void window_scores_cuda(Session *s, int l, const float *q, int T, int W, float *score);
 void mass_fetch_cuda(Session *s, KVHead *h);    // h->mass, to which attention adds on the device
 void views_fetch_cuda(Session *s);              // views that the device chose and kept, to the host
-void   views_drop_cuda   (Session *s);
+void views_drop_cuda(Session *s);
 
 // ---- baselines (section 6). Everything a function returns lies on the device
 // q (T,H,D), n (G) -> (G,N); POOL_ONLY: (H,N)
@@ -663,30 +634,20 @@ float *join_rows_cuda(Session *s, const float *score, const int *n, int N, int o
 // x (S,stride) on the device; n, k, count (S) and idx (S,per) on the host.
 void top_k_rows_cuda(Session *s, const float *x, int S, size_t stride, const int *n, const int *k, int *idx, int per,
                      int *count);
-
-// score (G,N), n (G) -> (sum of n)
-float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n);
+float *adakv_pooled_cuda(Session *s, const float *score, int N, const int *n);  // score (G,N), n (G) -> (sum of n)
 
 // sum (H,D), outer (H,D,D) += of q (n,H,D), which are the pass's from t0 on, at positions >= sink
 void moments_add_cuda(Session *s, double *sum, double *outer, const float *q, int t0, int n, int sink);
 
 // mu (H,D), cov (H,D,D) -> z (H,N), squares (G,N): |v|^2, on the host
-void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, float *z,
-                          float *squares, int N);
+void expected_scores_cuda(Session *s, int l, const float *mu, const float *cov, float *z, float *squares, int N);
 
-// ---- lines (section 7). q, out and P on the device
-// lines (H); out and q (T,H,D)
-void lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T);
-
-// KV heads that line_probs_cuda should do at once
-int line_batch_cuda(const Session *s, int l, int m);
-
-// -> (ng R,m,N)
-float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const int *t, int m);
-
-// -> (ng R,N)
+// ---- lines (section 7). q, out (T,H,D) and P on the device; lines (H) here
+void   lines_attend_cuda(Session *s, int l, const Lines *lines, float *out, const float *q, int T);
+int    line_batch_cuda(const Session *s, int l, int m);         // KV heads that line_probs_cuda should do at once
+float *line_probs_cuda(Session *s, int l, int g0, int ng, const float *q, const int *t, int m);     // -> (ng R,m,N)
 float *line_sums_cuda(Session *s, int l, int g0, int ng, const float *P, int T, int m, int slash,
-                      int least);
+                      int least);                               // -> (ng R,N)
 
 // ---- Quest (section 8)
 // pages from..to-1; bound (pages,2,D) there
@@ -700,22 +661,19 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 // here
 void   choose_lines_cuda(Session *s, int l, int g0, int ng, const LoopRule *rule, const float *P, int T, int m,
                          Lines *lines, LoopFound *found);
-
-// ring (L,obs,H,D) is where decode steps put their queries from now on
-void ring_keep_cuda(Session *s, float *ring, int obs);
-
-void ring_put_cuda(float *slot, const float *q, size_t n);                                   // slot, q (n)
-float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);    // -> (H,N)
+void   ring_keep_cuda(Session *s, float *ring, int obs);        // ring (L,obs,H,D): steps put their queries there
+void   ring_put_cuda(float *slot, const float *q, size_t n);    // slot, q (n)
+float *ring_scores_cuda(Session *s, int l, const float *ring, int obs, int first, int w);       // -> (H,N)
 
 // score (G,N) on the device, n (G) here
-void ring_select_cuda(Session *s, int l, const float *score, const int *n, int budget);
+void   ring_select_cuda(Session *s, int l, const float *score, const int *n, int budget);
 
 // ---- LycheeCluster (section 11). t (G): the trees of layer l, with room made
-void   lychee_build_cuda(Session *s, const Lychee *x, int l, const Tree *t);
-void   lychee_graft_cuda(Session *s, const Lychee *x, int l, int from);
+void lychee_build_cuda(Session *s, const Lychee *x, int l, const Tree *t);
+void lychee_graft_cuda(Session *s, const Lychee *x, int l, int from);
 
 // q (H,D) on the device; S (G,clusters): the scores come here, or NULL
-void   lychee_seek_cuda(Session *s, const Lychee *x, int l, const Tree *t, const float *q, float *S);
+void lychee_seek_cuda(Session *s, const Lychee *x, int l, const Tree *t, const float *q, float *S);
 
 #ifdef __cplusplus
 }

@@ -746,7 +746,7 @@ TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1
 
 // n numbers over which a choice may stumble, to be freed; kind: random, many ties, all equal but for their signs, infinities
 // among them, ascending.
-enum { PLAIN, TIES, ZEROS, INFINITIES, ASCENDING, KINDS };
+enum { PLAIN, TIES, ZEROS, INFINITIES, ASCENDING, VALUE_KINDS };
 static float *values_of(int n, int kind) {
     float *x = normals(n, 3);
     for (int i = 0; i < n; i++) {
@@ -762,7 +762,7 @@ TEST(cuda_select, "top-k on the device is the CPU's to the bit: ties, signs, inf
                   "n") {
     OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
     OWN_SESSION Session *s = cuda_session(m, "full", "");
-    EACH_VARIANT(once, 1) for (int kind = 0; kind < KINDS; kind++) {
+    EACH_VARIANT(once, 1) for (int kind = 0; kind < VALUE_KINDS; kind++) {
         enum { S = 6, N = 1300 };
         int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 }, got[S];
         int want[N], per = 700;
@@ -835,7 +835,7 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
     for (int k = 0; k < c->H * 2; k++) {
         int h = k / 2, slash = k % 2;
         LineSample x = sample_of(p, h, T, t, m, Q, r, P);
-        line_probs(p->c, 0, h, q, T, r, m, own, tiles_new(p->c));
+        line_probs(p->c, 0, h, q, t, m, own, tiles_new(p->c));
         CHECK(worst(P, own, (size_t)m * x.n, 1e-6, 1e-5, NULL) <= 1, "probabilities of head %d", h);
         cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3), (size_t)c->H * N * sizeof *sum);
         for (int line = 0; line < x.n; line++) {
@@ -1458,7 +1458,7 @@ TEST(cuda_best,
         for (int j = 0; j < 4; j++) {
             int V = sizes[i], k = min_int(wanted[j], V);
             order_set(i + j);
-            for (int kind = 0; kind < KINDS; kind++) {
+            for (int kind = 0; kind < VALUE_KINDS; kind++) {
                 OWN float *x = values_of(V, kind);
                 best_agrees(s, x, V, k, kind);
             }
@@ -1539,7 +1539,7 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
     };
     for (int i = 0; emulated() && i < 8; i++) {
         OWN_MODEL Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
-        weights_count(m.w, m.c);
+        weights_done(m.w, m.c);
         emu_most_memory();
         CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
         Session *s = cuda_session(m, run[i].method, run[i].text);
@@ -1582,7 +1582,7 @@ static const char *device_chosen(Tiny m) {
 TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model or for the trial "
                 "keeps it on the CPU") {
     OWN_MODEL Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31);
-    weights_count(m.w, m.c);
+    weights_done(m.w, m.c);
     OWN_OPTIONS Options *like = options_of_program();
     double e = device_trial(like);
     CHECK(e >= 0 && e < 1e-3, "the trial: %g", e);
@@ -1674,7 +1674,7 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
 TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could not hold the raw rows of all "
                        "layers beside the weights and rooms runs it") {
     OWN_MODEL Tiny m = tiny_model(8, 1, 1, 32, 16, 16, 53, 31);
-    weights_count(m.w, m.c);
+    weights_done(m.w, m.c);
     OWN_SESSION Session *s = cuda_session(m, "pats",
                               "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
                               "ctv=f16");

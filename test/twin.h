@@ -379,10 +379,10 @@ typedef struct {
     int turn, step, row, n;
     const int *id;
     int all[8192];              // the turn's
-} Played;
+} PassAt;
 
-#define EACH_PASS(x, p, V) for (Played x = { .step = -2, .row = -1 }; next_pass(&x, p, V);)
-static int next_pass(Played *x, const Script *p, int V) {
+#define EACH_PASS(x, p, V) for (PassAt x = { .step = -2, .row = -1 }; next_pass(&x, p, V);)
+static int next_pass(PassAt *x, const Script *p, int V) {
     x->row++;
     if (++x->step == p->dec[x->turn]) {
         x->turn++;
@@ -395,7 +395,7 @@ static int next_pass(Played *x, const Script *p, int V) {
     return 1;
 }
 
-static const float *run_pass(Session *s, const Played *x) {
+static const float *run_pass(Session *s, const PassAt *x) {
     return x->step < 0 ? prefill(s, x->id, x->n) : decode(s, *x->id);
 }
 
