@@ -3316,12 +3316,13 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
     OWN_SESSION Session *s = session_of(m, "full", "quiet");
     OWN char *out = temp_text("");
     char err[512];
-    int *hay = hay_ids(t, "", 700), *few = hay_ids(t, "", 300), top[8];
-    double sum[5][8] = { { 0 } }, some = 0, score[SCORES * 8], all[SCORES * 8] = { 0 }, mass[8];
+    int *hay = hay_ids(t, "", 700), *few = hay_ids(t, "", 300);
+    double sum[5][8] = { { 0 } }, some = 0;
+    HeadScores heads[8] = { 0 };
     CHECK(arrlen(few) >= 300 && !memcmp(few, hay, arrlen(few) * sizeof(int)), "hay depends on its length");
     // Our own needles, in the frame of a model without a template.
     Calibration r = { .t = t, .s = s, .length = LENGTH, .frame = frame_make(NULL), .needles = needles_load(""),
-                      .hay = hay_ids(t, "", LENGTH), .score = score, .sum = all, .mass = mass, .top = top };
+                      .hay = hay_ids(t, "", LENGTH), .head = heads };
     *(Calibration **)observe(s, &head_probe) = &r;
 
     // Twelve runs, accepted or not: what each gathers is summed.

@@ -92,7 +92,7 @@ TABLE(eval_tasks, 3, "every task of the shipped model: the answer is found in th
     char err[512];
     const char *path = formatted("data/tasks/%s.jsonl", part[0]);
     int versions = atoi(part[1]);
-    EvalSet e = { 0 };
+    EvalRun e = { 0 };
     if (!tok) tok = tokenizer_load("models/kvcomp-tiny", err);
     read_items(&e, tok, path, 100);
     CHECK((int)arrlen(e.item) == versions * atoi(part[2]), "%s: %d items", path, (int)arrlen(e.item));
