@@ -139,7 +139,7 @@ void  session_end(App *a);                              // keeps the dialogue in
 
 // ---- a turn of the chat
 int  ids_known(const Config *c, const int *ids, char err[512]);        // has the model a row for each? 0, or -1
-int  chat_turn(App *a, const char *text, FILE *out);    // sends a message, writes the reply: 0, or -1 with a line
+int  chat_turn(App *a, const char *text, FILE *out);    // sends a message; the reply goes to out (NULL: nowhere): 0, or -1
 int  chat_clear(App *a);                                // forgets the dialogue: 0, or -1 with a line, and it stays
 int  chat(App *a);                                      // the mode without a prompt. Returns the exit code
 

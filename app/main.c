@@ -610,18 +610,14 @@ static int answer_prompt(App *a, const char *text) {
     char err[256];
     session_begin(a);
     if (opt_int(a->o, "n-predict") < 0) options_set(a->o, "n-predict", "256", err);
-    if (!arrlen(a->turn) && !*text) die(EXIT_USAGE, "the prompt is empty");
-    char *reply = NULL;
-    size_t n;
-    FILE *out = opt_int(a->o, "json") ? memory_stream(&reply, &n) : stdout;
-    int bad = chat_turn(a, text, out);
-    if (out != stdout) memory_stream_close(out);
-    if (reply && !bad) {
-        if (*reply) reply[strlen(reply) - 1] = 0;             // chat_reply's newline is not the model's
+    int had = (int)arrlen(a->turn), json = opt_int(a->o, "json");
+    if (!had && !*text) die(EXIT_USAGE, "the prompt is empty");
+    if (chat_turn(a, text, json ? NULL : stdout)) return EXIT_RUN;
+    if (json) {
+        char *reply = (int)arrlen(a->turn) > had ? reply_text(a, &arrlast(a->turn)) : copy_text("");
         print_json(a, reply);
+        free(reply);
     }
-    free(reply);
-    if (bad) return EXIT_RUN;
     session_end(a);
     return 0;
 }

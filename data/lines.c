@@ -91,7 +91,7 @@ static double on_lines(const float *a, int n, const char *line) {
 }
 
 // Observations 1 to 3 on the texts' matrices lines: marked (TEXTS, heads, 2 LENGTH) is room.
-static void observe_lines(App *a, const EvalSet *e) {
+static void observe_lines(App *a, const EvalRun *e) {
     static const double eta[] = { .05, .1, .2, .3 };
     int heads = a->c->L * a->c->H;
     char *mark[4], half[2][MAX_TOKENS];
@@ -170,7 +170,7 @@ static double common(const char *x, const char *y, int n, int B) {
 }
 
 // Observation 4: tokens chosen by the last window of the prompt against those the answer attends to.
-static void observe_window(App *a, const EvalSet *e) {
+static void observe_window(App *a, const EvalRun *e) {
     static const char *place[] = { "begin", "middle", "end" };
     double sum[3] = { 0 };
     int count[3] = { 0 }, heads = a->c->L * a->c->H;
@@ -249,7 +249,7 @@ static void observe_blocks(App *a, const char *path) {
 
 int main(int argc, char **argv) {
     App a = { .o = options_of_program() };
-    EvalSet few = { 0 }, many = { 0 };
+    EvalRun few = { 0 }, many = { 0 };
     for (int i = 1; i < argc; ) i += parse_arg(a.o, argc, argv, i);
     open_model(&a);
     open_tokenizer(&a, 1);
