@@ -877,7 +877,8 @@ static int session_header(App *a, const char *path, const Json *j, char **made, 
         return fault(err, "%.400s: not a session file of this kvcomp", path);
     unsigned long long own = app_fingerprint(a), found = strtoull(model, NULL, 16);
     if (found != own)
-        return fault(err, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", path, found, own);
+        return fault(err, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", path,
+                     found, own);
     *made = copy_text(json_text(j, "made"));
     return 0;
 }
@@ -1278,8 +1279,7 @@ void app_close(App *a) {
     free(a->logged);
 }
 
-int arg_count;           // the command line, for Report.source
-
+int arg_count;           // the command line, for a report's source
 char **args;
 
 // Does the reply hold the answer as whole words in their order? With `whole`: and nothing else?
