@@ -62,6 +62,13 @@ static const Method watcher = {
 
 // ---- lines
 
+// Reads a message into an empty dialogue.
+static void read_message_alone(App *a, const char *text) {
+    record_clear(a);
+    session_reset(a->s);
+    play_prefill(a, text);
+}
+
 // Marks the eta 2n heaviest lines of the block a[first..first+n) x [first..first+n): line (2n) has the
 // columns, then the diagonals by their offset.
 static void heavy_lines(const float *a, int first, int n, double eta, char *line) {
@@ -98,9 +105,7 @@ static void observe_lines(App *a, const EvalRun *e) {
     double share[4] = { 0 }, next[4] = { 0 };
     for (int i = 0; i < 4; i++) mark[i] = xcalloc((size_t)TEXTS * heads, 2 * LENGTH);
     for (int text = 0; text < TEXTS; text++) {
-        record_clear(a);
-        session_reset(a->s);
-        play_prefill(a, e->item[text].turn[0].user);
+        read_message_alone(a, e->item[text].turn[0].user);
         if (a->s->n_tok < LENGTH) die(EXIT_RUN, "lines: a text of %d tokens", a->s->n_tok);
         for (int h = 0; h < heads; h++) {
             for (int i = 0; i < 4; i++) {
@@ -178,9 +183,7 @@ static void observe_window(App *a, const EvalRun *e) {
     for (int i = 0; i < (int)arrlen(e->item); i++) {
         const EvalTurn *t = &e->item[i].turn[0];
         if (t->position < 0 || !t->answers) continue;
-        record_clear(a);
-        session_reset(a->s);
-        play_prefill(a, t->user);
+        read_message_alone(a, t->user);
         int n = a->s->n_tok, B = n / 10, *reply = gold_ids(a, t), m = (int)arrlen(reply);
         for (int k = 0; k < m; k++) decode(a->s, reply[k]);
         important(heads, n, n - WINDOW, n, B, guess);
