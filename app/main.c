@@ -94,7 +94,7 @@ enum { HELP_COLUMNS = 100 };
 // for only what stands before the first "; " or " (".
 static void help_option(const Opt *o, int brief) {
     static const char *const value[] = { ['b'] = "", ['i'] = " N", ['f'] = " F", ['s'] = " TEXT", ['p'] = " FILE",
-                                         ['c'] = "=" };
+                                         ['c'] = "=" };         // behind it the words of the choice
     char left[128], text[640];
     const char *flag = short_of(o->name), *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
     int n = (int)strlen(o->help), wide = brief ? 25 : 32;
