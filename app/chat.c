@@ -877,7 +877,8 @@ static int session_header(App *a, const char *path, const Json *j, char **made, 
         return fault(err, "%.400s: not a session file of this kvcomp", path);
     unsigned long long own = app_fingerprint(a), found = strtoull(model, NULL, 16);
     if (found != own)
-        return fault(err, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", path, found, own);
+        return fault(err, "%.300s: made with another model (fingerprint %016llx, this one has %016llx)", path,
+                     found, own);
     *made = copy_text(json_text(j, "made"));
     return 0;
 }
@@ -1278,8 +1279,7 @@ void app_close(App *a) {
     free(a->logged);
 }
 
-int arg_count;           // the command line, for Report.source
-
+int arg_count;           // the command line, for a report's source
 char **args;
 
 // Does the reply hold the answer as whole words in their order? With `whole`: and nothing else?
@@ -1360,17 +1360,17 @@ static void turn_begin(void) {
     turn_runs = 1;
 }
 
-// The rest of a turn: the reply to the record's last message, with a newline behind it, and the summary line, unless
-// out is NULL; the dialogue is saved, and a signal that waited has its way. When that comes before the first token
-// of a reply the file stays as it is: it has the message, or the reply that was to be made again.
-static void turn_end(App *a, FILE *out) {
+// The rest of a turn: where a message was fed, the reply to it, with a newline behind it, and the summary line; the
+// dialogue is saved, and a signal that waited has its way. When that comes before the first token of a reply the file
+// stays as it is: it has the message, or the reply that was to be made again.
+static void turn_end(App *a, int fed, FILE *out) {
     double t0 = now();
-    int made = out ? generate(a, opt_int(a->o, "n-predict"), out) : 0;
-    if (out) {
+    int made = fed ? generate(a, opt_int(a->o, "n-predict"), out) : 0;
+    if (fed && out) {
         fputc('\n', out);
         fflush(out);
-        print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
     }
+    if (fed) print_summary(a, (int)arrlen(arrlast(a->turn).pre), made, now() - t0);
     if (made || !leaving) session_keep(a);
     turn_runs = 0;
     if (!leaving) return;
@@ -1388,7 +1388,7 @@ int chat_turn(App *a, const char *text, FILE *out) {
     if (!had && a->rewrote && !quiet)
         tell("this chat template writes earlier messages otherwise as the dialogue goes on: the last %d tokens are "
              "taken back and read anew", a->rewrote);
-    turn_end(a, bad ? NULL : out);
+    turn_end(a, !bad, out);
     return refused ? -1 : 0;
 }
 
@@ -1732,7 +1732,7 @@ static void command_regen(App *a, const char *arg) {
     } else {
         arrfree(reply);
         turn_begin();
-        turn_end(a, stdout);
+        turn_end(a, 1, stdout);
     }
 }
 

@@ -29,7 +29,7 @@ typedef struct {
     Turn *turn;             // the record (stb_ds array)
     uint64_t rng;           // the sampler's state
     int rewrote;            // so many ids the template has written otherwise as the dialogue went on
-    int stale;              // 1: the session is empty and waits to be made from the record (a message or a command replays it)
+    int stale;              // 1: the session is empty and waits to be made from the record (replay)
     int picked;             // the budget that the chat picked for the dialogue; 0: it is the user's, or the method's
     const Turn *asked;      // the turn whose reply is to be made; NULL: none
     char *logged;           // what --session's file holds of this chat, malloc'd; NULL: there is no such file
@@ -119,7 +119,7 @@ void json_options(const App *a, FILE *f);               // "options":{..}, those
 void json_rows(const Session *s, FILE *f);              // the rows that heads hold, the views of the last step
 void json_numbers(const App *a, FILE *f);               // tokens, speed, what the cache and the rooms of passes hold
 void write_ids(FILE *f, const int *ids);                // "ids":[..]
-void print_json(const App *a, const char *text);        // the whole run as one object on a line of stdout; text: its reply
+void print_json(const App *a, const char *text);        // the run as one object on a line of stdout; text: its reply
 
 // ---- --ids FILE, --trace FILE
 int  is_blank(const char *p, const char *end);          // is there nothing but white space in [p,end)?
@@ -139,7 +139,7 @@ void  session_end(App *a);                              // keeps the dialogue in
 
 // ---- a turn of the chat
 int  ids_known(const Config *c, const int *ids, char err[512]);        // has the model a row for each? 0, or -1
-int  chat_turn(App *a, const char *text, FILE *out);    // sends a message, writes the reply: 0, or -1 with a line
+int  chat_turn(App *a, const char *text, FILE *out);    // sends a message; the reply goes to out, or nowhere: 0, or -1
 int  chat_clear(App *a);                                // forgets the dialogue: 0, or -1 with a line, and it stays
 int  chat(App *a);                                      // the mode without a prompt. Returns the exit code
 

@@ -94,7 +94,7 @@ enum { HELP_COLUMNS = 100 };
 // for only what stands before the first "; " or " (".
 static void help_option(const Opt *o, int brief) {
     static const char *const value[] = { ['b'] = "", ['i'] = " N", ['f'] = " F", ['s'] = " TEXT", ['p'] = " FILE",
-                                         ['c'] = "=" };
+                                         ['c'] = "=" };         // behind it the words of the choice
     char left[128], text[640];
     const char *flag = short_of(o->name), *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
     int n = (int)strlen(o->help), wide = brief ? 25 : 32;
@@ -297,14 +297,6 @@ static Message *messages_asked(const App *a, const Json *list, char err[512]) {
 // The fields of a request that are no options.
 static const char request_fields[] = "id|prompt|messages|ids|continuation|max_tokens|stop|method";
 
-// May a request have this option? Those of the methods, and those of what is asked and said. Who asks
-// may not name files: the error about one that does not fit tells what is in it.
-static int request_has_option(const Options *o, const char *name) {
-    static const char asked[] = "ctk|ctv|raw|system|parse-special|no-think|ignore-eos|temp|top-k|top-p|min-p|seed";
-    const Opt *known = opt_find(o, name);
-    return word_place(asked, name) >= 0 || (known && known->kind != 'p' && is_of_methods(name));
-}
-
 // Sets the option called name to a value of JSON. 0, or -1 with err.
 static int request_option(Options *o, const char *name, const Json *v, char err[512]) {
     char number[40], why[256];
@@ -318,8 +310,11 @@ static int request_option(Options *o, const char *name, const Json *v, char err[
     return 0;
 }
 
-// Sets the options of a request, whose names may be written with _ for -. 0, or -1 with err.
+// Sets the options of a request, whose names may be written with _ for -: those of the methods, and those of what is
+// asked and said. Who asks may not name files: the error about one that does not fit tells what is in it. 0, or -1 with
+// err.
 static int request_options(Options *o, const Json *j, char err[512]) {
+    static const char asked[] = "ctk|ctv|raw|system|parse-special|no-think|ignore-eos|temp|top-k|top-p|min-p|seed";
     char why[256];
     int n;
     if (json_get(j, "budget") && json_get(j, "ratio"))
@@ -336,7 +331,8 @@ static int request_options(Options *o, const Json *j, char err[512]) {
         const Opt *known = opt_find(o, name);
         if (known && known->kind == 'p')
             return fault(err, "'%.40s' names a file: give --%s on the command line", j->key[i], name);
-        if (!request_has_option(o, name)) return fault(err, "unknown field '%.40s'", j->key[i]);
+        if (word_place(asked, name) < 0 && !(known && is_of_methods(name)))
+            return fault(err, "unknown field '%.40s'", j->key[i]);
         if (request_option(o, name, &j->item[i], err)) return -1;
     }
 
@@ -354,12 +350,10 @@ static int request_ids(const Config *c, const Json *list, const char *key, int *
 
 // Takes the texts that end the reply. 0, or -1 with err.
 static int request_stops(App *a, const Json *stop, char err[512]) {
-    if (json_none(stop)) return 0;
-    const Json *list = stop->type == JSON_ARRAY ? stop->item : stop;
-    int n = stop->type == JSON_ARRAY ? stop->n : 1;
-    for (int i = 0; i < n; i++) {
-        if (list[i].type != JSON_STRING || !list[i].len) return fault(err, "'stop' is no text, or holds an empty one");
-        arrput(a->stop, list[i].str);
+    int several = json_is(stop, JSON_ARRAY), n = several ? stop->n : !json_none(stop);
+    for (const Json *text = several ? stop->item : stop; n--; text++) {
+        if (!json_is(text, JSON_STRING) || !text->len) return fault(err, "'stop' is no text, or holds an empty one");
+        arrput(a->stop, text->str);
     }
     return 0;
 }
@@ -610,18 +604,14 @@ static int answer_prompt(App *a, const char *text) {
     char err[256];
     session_begin(a);
     if (opt_int(a->o, "n-predict") < 0) options_set(a->o, "n-predict", "256", err);
-    if (!arrlen(a->turn) && !*text) die(EXIT_USAGE, "the prompt is empty");
-    char *reply = NULL;
-    size_t n;
-    FILE *out = opt_int(a->o, "json") ? memory_stream(&reply, &n) : stdout;
-    int bad = chat_turn(a, text, out);
-    if (out != stdout) memory_stream_close(out);
-    if (reply && !bad) {
-        if (*reply) reply[strlen(reply) - 1] = 0;             // chat_reply's newline is not the model's
+    int had = (int)arrlen(a->turn), json = opt_int(a->o, "json");
+    if (!had && !*text) die(EXIT_USAGE, "the prompt is empty");
+    if (chat_turn(a, text, json ? NULL : stdout)) return EXIT_RUN;
+    if (json) {
+        char *reply = (int)arrlen(a->turn) > had ? reply_text(a, &arrlast(a->turn)) : copy_text("");
         print_json(a, reply);
+        free(reply);
     }
-    free(reply);
-    if (bad) return EXIT_RUN;
     session_end(a);
     return 0;
 }

@@ -62,6 +62,13 @@ static const Method watcher = {
 
 // ---- lines
 
+// Reads a message into an empty dialogue.
+static void read_message_alone(App *a, const char *text) {
+    record_clear(a);
+    session_reset(a->s);
+    play_prefill(a, text);
+}
+
 // Marks the eta 2n heaviest lines of the block a[first..first+n) x [first..first+n): line (2n) has the
 // columns, then the diagonals by their offset.
 static void heavy_lines(const float *a, int first, int n, double eta, char *line) {
@@ -91,16 +98,14 @@ static double on_lines(const float *a, int n, const char *line) {
 }
 
 // Observations 1 to 3 on the texts' matrices lines: marked (TEXTS, heads, 2 LENGTH) is room.
-static void observe_lines(App *a, const EvalSet *e) {
+static void observe_lines(App *a, const EvalRun *e) {
     static const double eta[] = { .05, .1, .2, .3 };
     int heads = a->c->L * a->c->H;
     char *mark[4], half[2][MAX_TOKENS];
     double share[4] = { 0 }, next[4] = { 0 };
     for (int i = 0; i < 4; i++) mark[i] = xcalloc((size_t)TEXTS * heads, 2 * LENGTH);
     for (int text = 0; text < TEXTS; text++) {
-        record_clear(a);
-        session_reset(a->s);
-        play_prefill(a, e->item[text].turn[0].user);
+        read_message_alone(a, e->item[text].turn[0].user);
         if (a->s->n_tok < LENGTH) die(EXIT_RUN, "lines: a text of %d tokens", a->s->n_tok);
         for (int h = 0; h < heads; h++) {
             for (int i = 0; i < 4; i++) {
@@ -170,7 +175,7 @@ static double common(const char *x, const char *y, int n, int B) {
 }
 
 // Observation 4: tokens chosen by the last window of the prompt against those the answer attends to.
-static void observe_window(App *a, const EvalSet *e) {
+static void observe_window(App *a, const EvalRun *e) {
     static const char *place[] = { "begin", "middle", "end" };
     double sum[3] = { 0 };
     int count[3] = { 0 }, heads = a->c->L * a->c->H;
@@ -178,9 +183,7 @@ static void observe_window(App *a, const EvalSet *e) {
     for (int i = 0; i < (int)arrlen(e->item); i++) {
         const EvalTurn *t = &e->item[i].turn[0];
         if (t->position < 0 || !t->answers) continue;
-        record_clear(a);
-        session_reset(a->s);
-        play_prefill(a, t->user);
+        read_message_alone(a, t->user);
         int n = a->s->n_tok, B = n / 10, *reply = gold_ids(a, t), m = (int)arrlen(reply);
         for (int k = 0; k < m; k++) decode(a->s, reply[k]);
         important(heads, n, n - WINDOW, n, B, guess);
@@ -249,7 +252,7 @@ static void observe_blocks(App *a, const char *path) {
 
 int main(int argc, char **argv) {
     App a = { .o = options_of_program() };
-    EvalSet few = { 0 }, many = { 0 };
+    EvalRun few = { 0 }, many = { 0 };
     for (int i = 1; i < argc; ) i += parse_arg(a.o, argc, argv, i);
     open_model(&a);
     open_tokenizer(&a, 1);
