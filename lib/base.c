@@ -752,12 +752,12 @@ int *number_list(const char *name, const char *text, long lo, long hi) {
     return list;
 }
 
-// The next word of a list. An empty word counts, but for one behind the last separator.
+// *list is NULL behind the last word, so that "a," has an empty one behind its separator.
 int next_word(const char **list, const char *separators, char *word, size_t size) {
+    if (!*list) return 0;
     size_t n = strcspn(*list, separators);
-    if (!**list) return 0;
     snprintf(word, size, "%.*s", (int)n, *list);
-    *list += n + ((*list)[n] != 0);
+    *list = (*list)[n] ? *list + n + 1 : NULL;
     return 1;
 }
 

@@ -217,7 +217,7 @@ int        word_place (const char *words, const char *v);       // place of v in
 int        bytes_place(const char *words, const char *v, size_t n);     // the same of n bytes
 
 // The words of a list that any of the separators parts, one after the other: copies the next one, and moves *list
-// behind it. 0: there is no other one.
+// behind it. An empty word counts. 0: there is no other one.
 int next_word(const char **list, const char *separators, char *word, size_t size);
 
 // Suggestions: takes name into *best if it is nearer to what was typed than *distance; and how far is too far.

@@ -105,7 +105,7 @@ TEST(json_printing, "json_print quotes texts and names, and writes null for what
     CHECK(!strcmp(out, "{\"a\":\"\\\"x\",\"b\":[-1,-2,3],\"c\":0.500,\"d\":null,\"e\":null}"), "%s", out);
     free(out);
     for (const char *list = ",one|two,,3,"; next_word(&list, ",|", word, sizeof word);) strcat(strcat(all, word), ";");
-    CHECK(!strcmp(all, ";one;two;;3;"), "%s", all);
+    CHECK(!strcmp(all, ";one;two;;3;;"), "%s", all);
 }
 
 // ==================================================================================================== SAFETENSORS
