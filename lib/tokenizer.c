@@ -172,20 +172,6 @@ const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {
     return *len ? t->chars + t->piece[id].bytes : "";
 }
 
-// The longest added token of a kind that the n bytes at s begin with, and its length in *len; -1 and 0.
-static int added_here(const Tokenizer *t, int kind, const char *s, size_t n, size_t *len) {
-    int best = -1;
-    *len = 0;
-    for (int i = 0; i < (int)arrlen(t->added); i++) {
-        const Added *a = &t->added[i];
-        size_t size = arrlenu(a->text);
-        if (a->kind != kind || size <= *len || size > n || memcmp(s, a->text, size)) continue;
-        best = a->id;
-        *len = size;
-    }
-    return best;
-}
-
 // The id of the text s in the BPE vocabulary, or -1. Added tokens outside of it do not count.
 static int model_id(const Tokenizer *t, const char *s, size_t n) {
     int id = text_id(t, s, n);
@@ -930,14 +916,19 @@ static void split(Encoder *e, const char *s, size_t n, int step) {
 static int added_next(const Encoder *e, int kind, const char *s, size_t n, size_t from, size_t *start, size_t *end) {
     for (size_t i = from, size; i < n; i += max_size(size, 1)) {
         size_t most = n - i;                            // bytes that it may have
+        int id = -1;
         size = 0;
         if (!e->t->starts[kind][(unsigned char)s[i]]) continue;
         for (size_t k = 0; kind == ADDED_GUARDED && k < min_size(most, MAX_PIECE); k++)
             if (e->own[i + k]) most = k;                // .. from the template alone
-        int id = added_here(e->t, kind, s + i, most, &size);
-        if (id < 0) continue;
-        int flags = e->t->piece[id].flags;
-        if (flags & TOKEN_GUARDED && !e->special && kind != ADDED_GUARDED) continue;    // here it is plain text
+        for (const Added *a = e->t->added; a < e->t->added + arrlen(e->t->added); a++) {
+            if (a->kind != kind || arrlenu(a->text) <= size || arrlenu(a->text) > most) continue;
+            if (memcmp(s + i, a->text, arrlenu(a->text))) continue;
+            id = a->id;
+            size = arrlenu(a->text);
+        }
+        int flags = id < 0 ? 0 : e->t->piece[id].flags, plain = kind != ADDED_GUARDED && !e->special;
+        if (id < 0 || (flags & TOKEN_GUARDED && plain)) continue;       // here a guarded one is plain text
 
         *start = i;
         *end = i + size;
