@@ -620,7 +620,9 @@ static JinjaValue jinja_quoted(Jinja *j) {
                 c = means + (escape - code);
             }
             if (!*c) jinja_fail(j, "a text without its closing quote");
-            jinja_put(j, jinja_own(c, 1));
+            if (j->skip) continue;
+            arrput(j->out, *c);
+            arrput(j->from, 0);
         }
         j->p++;
     }
@@ -1020,7 +1022,7 @@ static void set_variables(Jinja *j, const Message *m, int n, int how) {
 }
 
 // Runs the program. Returns 0, or -1 where it was stopped.
-static int run_program(Jinja *j, const Message *m, int n, int how) {
+static int jinja_run(Jinja *j, const Message *m, int n, int how) {
     if (setjmp(j->stopped)) return -1;
     set_variables(j, m, n, how);
     jinja_block(j, "");
@@ -1037,7 +1039,7 @@ char *template_render(const Template *tp, const Message *m, int n, int how, size
     Jinja j = { .tp = tp, .p = tp->source, .arena = arena_new(), .err = err,
                 .most_work = JINJA_WORK + JINJA_WORK_MESSAGE * (size_t)n + JINJA_WORK_BYTE * all };
     char *text = NULL;
-    if (!run_program(&j, m, n, how)) {
+    if (!jinja_run(&j, m, n, how)) {
         *size = arrlenu(j.out);
         text = copy_bytes(j.out ? j.out : "", *size);
         if (from) *from = xcalloc(*size + 1, sizeof **from);

@@ -172,20 +172,6 @@ const char *tokenizer_bytes(const Tokenizer *t, int id, int *len) {
     return *len ? t->chars + t->piece[id].bytes : "";
 }
 
-// The longest added token of a kind that the n bytes at s begin with, and its length in *len; -1 and 0.
-static int added_here(const Tokenizer *t, int kind, const char *s, size_t n, size_t *len) {
-    int best = -1;
-    *len = 0;
-    for (int i = 0; i < (int)arrlen(t->added); i++) {
-        const Added *a = &t->added[i];
-        size_t size = arrlenu(a->text);
-        if (a->kind != kind || size <= *len || size > n || memcmp(s, a->text, size)) continue;
-        best = a->id;
-        *len = size;
-    }
-    return best;
-}
-
 // The id of the text s in the BPE vocabulary, or -1. Added tokens outside of it do not count.
 static int model_id(const Tokenizer *t, const char *s, size_t n) {
     int id = text_id(t, s, n);
@@ -887,42 +873,17 @@ static void word_bpe(Encoder *e, const char *s, size_t n) {
 }
 
 // ---- Pre-tokenizers
-// A step of the pre-tokenizer cuts each word of the step before it. Parts are matches of its pattern and what lies
-// between them; neighbouring parts may belong to one word.
-static void split(Encoder *e, const char *s, size_t n, int step);
-
-typedef struct {                // a word in the making
-    size_t from, end;
-    int hit;                    // 1: its last part is a match; -1: there is no part yet
-} Word;
-
-// Adds the part that ends at `end` to the word; or hands the word on, unless it is empty or a match that is to vanish,
-// and begins one. hit: 1: the part is a match; -1: there is none, the text is at its end.
-static void word_part(Encoder *e, const char *s, Word *w, size_t end, int hit, int step) {
-    int joins = 0, behavior = e->t->step[step].behavior;
-    switch (behavior) {
-    case CUT_PREVIOUS:   joins = w->hit == 0 && hit == 1; break;
-    case CUT_NEXT:       joins = w->hit == 1 && hit == 0; break;
-    case CUT_CONTIGUOUS: joins = w->hit == hit; break;
-    }
-    if (!joins) {
-        int removed = behavior == CUT_REMOVED && w->hit == 1;
-        if (w->end > w->from && !removed) split(e, s + w->from, w->end - w->from, step + 1);
-        w->from = w->end;
-    }
-    w->end = end;
-    w->hit = hit;
-}
-
-// Cuts n bytes by the steps of the pre-tokenizer from `step` on, and hands the words on.
+// Cuts n bytes by the steps of the pre-tokenizer from `step` on, each of which cuts every word of the one before it, and
+// hands the words on. Parts are matches of a step's pattern and what lies between them; neighbouring parts may belong to
+// one word.
 static void split(Encoder *e, const char *s, size_t n, int step) {
-    const Tokenizer *t = e->t;
-    if (step == (int)arrlen(t->step)) {
+    if (step == (int)arrlen(e->t->step)) {
         e->word(e, s, n);
         return;
     }
+    const Step *x = &e->t->step[step];
     size_t mark = arena_mark(e->arena);
-    if (t->step[step].bytes) {
+    if (x->bytes) {
         char *mapped = arena_take(e->arena, 2 * n), *end = mapped;      // U+0143 is the last one of the alphabet
         for (size_t i = 0; i < n; i++) end = utf8_put(end, byte_char((unsigned char)s[i]));
         split(e, mapped, (size_t)(end - mapped), step + 1);
@@ -930,21 +891,22 @@ static void split(Encoder *e, const char *s, size_t n, int step) {
         return;
     }
 
-    Word word = { .hit = -1 };
-    const int matched = 1 ^ t->step[step].invert, *match = match_all(e->arena, t->set, &t->step[step], s, n);
-    for (size_t at = 0; at <= n;) {
-        size_t end = (size_t)match[at];
-        int again = end == at && end == word.end && word.hit == matched;    // an empty match right behind a match
-        if (match[at] == NOWHERE || again) {
-            at++;
-            continue;
-        }
-        if (at > word.end) word_part(e, s, &word, at, !matched, step);
-        word_part(e, s, &word, end, matched, step);
-        at = end;
+    // [from, end): the word in the making. hit: is its last part a match? next: is the part behind it? -1: there is none
+    const int *match = match_all(e->arena, e->t->set, x, s, n), matched = !x->invert;
+    size_t from = 0, end = 0;
+    for (int hit = -1, next = 0; next >= 0; hit = next) {
+        int again = hit == matched && match[end] == (int)end;           // an empty match right behind a match
+        size_t at = end + again;
+        while (at <= n && match[at] == NOWHERE) at++;
+        size_t to = at == end ? (size_t)match[at] : min_size(at, n);
+        next = at == end ? matched : to > end ? !matched : -1;
+        int joins = (x->behavior == CUT_PREVIOUS && hit == 0 && next == 1)
+                    || (x->behavior == CUT_NEXT && hit == 1 && next == 0) || (x->behavior == CUT_CONTIGUOUS && hit == next);
+        int removed = x->behavior == CUT_REMOVED && hit == 1;
+        if (!joins && !removed && end > from) split(e, s + from, end - from, step + 1);
+        if (!joins) from = end;
+        end = to;
     }
-    if (n > word.end) word_part(e, s, &word, n, !matched, step);
-    word_part(e, s, &word, n, -1, step);
     arena_reset(e->arena, mark);
 }
 
@@ -954,14 +916,19 @@ static void split(Encoder *e, const char *s, size_t n, int step) {
 static int added_next(const Encoder *e, int kind, const char *s, size_t n, size_t from, size_t *start, size_t *end) {
     for (size_t i = from, size; i < n; i += max_size(size, 1)) {
         size_t most = n - i;                            // bytes that it may have
+        int id = -1;
         size = 0;
         if (!e->t->starts[kind][(unsigned char)s[i]]) continue;
         for (size_t k = 0; kind == ADDED_GUARDED && k < min_size(most, MAX_PIECE); k++)
             if (e->own[i + k]) most = k;                // .. from the template alone
-        int id = added_here(e->t, kind, s + i, most, &size);
-        if (id < 0) continue;
-        int flags = e->t->piece[id].flags;
-        if (flags & TOKEN_GUARDED && !e->special && kind != ADDED_GUARDED) continue;    // here it is plain text
+        for (const Added *a = e->t->added; a < e->t->added + arrlen(e->t->added); a++) {
+            if (a->kind != kind || arrlenu(a->text) <= size || arrlenu(a->text) > most) continue;
+            if (memcmp(s + i, a->text, arrlenu(a->text))) continue;
+            id = a->id;
+            size = arrlenu(a->text);
+        }
+        int flags = id < 0 ? 0 : e->t->piece[id].flags, plain = kind != ADDED_GUARDED && !e->special;
+        if (id < 0 || (flags & TOKEN_GUARDED && plain)) continue;       // here a guarded one is plain text
 
         *start = i;
         *end = i + size;
@@ -1038,22 +1005,15 @@ static int utf8_begins(const char *s, int n) {
     return utf8_length(low, 4) > n || utf8_length(high, 4) > n;
 }
 
-// Feeds one byte. Appends what it completes to the stb array out, which is returned.
+// Feeds one byte. Appends what it completes to the stb array out, which is returned. What was held back before it could
+// still become a character; where it cannot any more, the byte begins anew.
 static char *decode_byte(Decoder *d, char c, char *out) {
     d->held[d->n++] = c;
-    while (d->n) {
-        int len = utf8_length(d->held, (size_t)d->n), done = len;
-        if (!len && utf8_begins(d->held, d->n)) return out;
-        if (len) {
-            bytes_put(&out, d->held, (size_t)len);
-        } else {
-            bytes_put(&out, "\xef\xbf\xbd", 3);
-            done = max_int(d->n - 1, 1);        // without the newest byte it was a beginning
-        }
-        d->n -= done;
-        memmove(d->held, d->held + done, (size_t)d->n);
-    }
-    return out;
+    int len = utf8_length(d->held, (size_t)d->n), anew = !len && d->n > 1;
+    if (!len && utf8_begins(d->held, d->n)) return out;
+    bytes_put(&out, len ? d->held : "\xef\xbf\xbd", len ? (size_t)len : 3);
+    d->n = 0;
+    return anew ? decode_byte(d, c, out) : out;
 }
 
 char *decode_token(Decoder *d, int id, char *out) {
@@ -1178,17 +1138,11 @@ static void decode_table(Tokenizer *t) {
 }
 
 // ---- Loading: the members of tokenizer.json
-// A flag of obj: 0 or 1; -1 where it is neither true nor false.
-static int flag_of(const Json *obj, const char *key, int absent) {
-    const Json *j = json_get(obj, key);
-    return json_none(j) ? absent : j->type == JSON_BOOL ? (int)j->i : -1;
-}
-
-// The same, for which -1 is refused.
+// A flag of obj: 0 or 1. One that is neither true nor false is refused.
 static int flag(Loader *l, const Json *obj, const char *key, int absent) {
-    int x = flag_of(obj, key, absent);
-    if (x < 0) load_fail(l, "%s is neither true nor false", key);
-    return x;
+    const Json *j = json_get(obj, key);
+    if (!json_none(j) && j->type != JSON_BOOL) load_fail(l, "%s is neither true nor false", key);
+    return json_none(j) ? absent : (int)j->i;
 }
 
 // Refuses an object for its type. what: "a normalizer" and the like.
@@ -1467,13 +1421,13 @@ static int token_named(const Tokenizer *t, const Json *config, const char *key, 
 static int load_config(Tokenizer *t, const char *path, char err[512]) {
     *err = 0;
     Json *j = file_exists(path) ? json_read(path, MOST_CONFIG, err) : NULL;
-    if (*err) return -1;
+    const Json *adds = json_get(j, "add_bos_token");
+    if (!json_none(adds) && adds->type != JSON_BOOL) fault(err, "%s: add_bos_token is neither true nor false", path);
     t->bos = token_named(t, j, "bos_token", t->bos);
     t->eos = token_named(t, j, "eos_token", text_id(t, "</s>", 4));
-    int adds = flag_of(j, "add_bos_token", t->add_bos);
-    t->add_bos = adds && t->bos >= 0;
+    t->add_bos = (json_none(adds) ? t->add_bos : (int)adds->i) && t->bos >= 0;
     json_free(j);
-    return adds < 0 ? fault(err, "add_bos_token is neither true nor false") : 0;
+    return *err ? -1 : 0;
 }
 
 Tokenizer *tokenizer_load(const char *path, char err[512]) {
