@@ -3485,11 +3485,12 @@ static Tally residuals(const LineSample *p, const LoopRule *u, double *g) {
 }
 
 enum { GAIN_BLOCK = 64 };                                // lines whose largest gain is remembered
-static const double LEAST_GAIN = 1e-12;                  // with lengths, what gains no more counts as nothing
+static const double LEAST_GAIN = 1e-12;                  // a residual of no more counts as nothing
 
-// The line with the largest of the gains g (n), -1: none gains anything; per line or, with p, per cell of a line. Gains
-// only fall, so the largest of a block as it was at some earlier moment, top (n / GAIN_BLOCK, rounded up; INFINITY at
-// first), is never too small: if the block with the largest one still has it, the best line is there.
+// The line with the largest of the gains g (n); -1: none gains anything. With p, g are residuals, and the largest one
+// per length is wanted. Gains only fall, so the largest of a block as it was at some earlier moment, top (n / GAIN_BLOCK,
+// rounded up; INFINITY at first), is never too small: if the block with the largest one still has it, the best line is
+// there.
 static int best_line(const double *g, double *top, int n, const LineSample *p) {
     for (;;) {
         int block = 0, best = -1;
