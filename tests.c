@@ -246,20 +246,20 @@ typedef struct {
 
 static Follow follow;
 
-// May the query see the row? By the text of the mask, not by kv_visible.
+// May token p of tok see token q? By the text of the mask, not by kv_visible: Nexus rows of the past, the own segment, the
+// system text.
+static int twin_visible(int rule, const Token *tok, int p, int q) {
+    int nexus = tok[q].kind == TOK_EXTRA;
+    if (rule != VIS_CAUSAL && nexus && tok[p].kind == TOK_EXTRA) return rule == VIS_SEGMENT_EXACT || tok[q].seg <= tok[p].seg;
+    if (q > p) return 0;
+    return rule == VIS_CAUSAL || nexus || tok[q].seg < 0 || tok[q].seg == tok[p].seg;
+}
+
 static int follow_sees(void *u, Twin *t, int l, int h, int i, int row) {
     Follow *f = u;
-    TwinRow *r = &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row];
-    const Token *a = &f->s->tok[t->base + i], *b = &f->s->tok[r->src];
-    int w = t->c->windowed && t->c->windowed[l] ? t->c->window : 0;
-    if (w && a->pos - b->pos >= w) return 0;
-    if (f->s->rule != VIS_CAUSAL && a->kind == TOK_EXTRA && b->kind == TOK_EXTRA) {
-        if (f->s->rule == VIS_SEGMENT_EXACT || b->seg < a->seg) return 1;
-        return b->seg == a->seg;
-    }
-    if (r->src > t->base + i) return 0;
-    if (f->s->rule != VIS_CAUSAL && b->kind != TOK_EXTRA && b->seg >= 0 && b->seg != a->seg) return 0;
-    return 1;
+    TwinRow *r = &twin_rows(t, l, h)[row];
+    int w = t->c->windowed && t->c->windowed[l] ? t->c->window : 0, p = t->base + i;
+    return (!w || t->pos[p] - t->pos[r->src] < w) && twin_visible(f->s->rule, f->s->tok, p, r->src);
 }
 
 static void follow_embed(void *u, Twin *t, int i, double *x) {
@@ -2626,7 +2626,7 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
 // ==================================================================================================== 7 SONIC INFERENCE
 
 // The slow side keeps no cache at all: for every row of logits it lays out Eq. 1 anew, masks it by
-// the four lines of slow_vis and runs the twin in double over everything. The program drops rows
+// the lines of twin_visible and runs the twin in double over everything. The program drops rows
 // and must agree all the same.
 
 // ---- an adapter made in memory, and written as a file
@@ -2752,37 +2752,30 @@ typedef struct {
 
 // ---- the slow twin
 
-enum { SYS, BODY, NEX, CUR };
-
+// The sequence as laid out has n tokens: what each is; of a Nexus token its place within its segment, and the turn; and
+// whether its message is finished, so that its rows are dropped.
 typedef struct {
     Nexus a;
     Tiny m;
     Layer *alt;
-    int exact, original, sink, K;
+    int rule, original, sink, K;
     double ratio;
-    int kind[1024], seg[1024], j[1024], turn[1024], n;  // of the sequence as laid out, of n tokens
-    int n_nexus;
+    Token tok[1024];
+    int j[1024], turn[1024], gone[1024], n, n_nexus;
 } SlowSonic;
-
-// SONIC's visibility rule, line by line: Nexus rows of the past, the own segment, the system text.
-static int slow_vis(const SlowSonic *u, int p, int q) {
-    if (u->kind[p] == NEX && u->kind[q] == NEX) return u->exact ? 1 : u->seg[q] <= u->seg[p];
-    if (q > p) return 0;
-    if (u->kind[q] == BODY) return u->seg[q] == u->seg[p];
-    return 1;
-}
 
 // The mask as a hook of the twin.
 static int slow_sees(void *v, Twin *t, int l, int h, int i, int row) {
+    SlowSonic *u = v;
     (void)l;
     (void)h;
-    return slow_vis(v, t->base + i, row);
+    return twin_visible(u->rule, u->tok, t->base + i, row);
 }
 
 // The input of the Nexus token i: base, place within its segment, and turn.
 static void slow_embed(void *v, Twin *t, int i, double *x) {
     SlowSonic *u = v;
-    int C = u->m.c->C, turn = u->turn[i] < u->a.T_max ? u->turn[i] : u->a.T_max - 1;
+    int C = u->m.c->C, turn = min_int(u->turn[i], u->a.T_max - 1);
     (void)t;
     for (int c = 0; c < C; c++)
         x[c] = twin_weight(&u->a.t[0].x, c) + twin_weight(&u->a.t[1].x, u->j[i] * C + c)
@@ -2800,44 +2793,35 @@ static int slow_K(const SlowSonic *u, int n) {
 // Eq. 1 for the dialogue up to decode step `step` of turn `last` (-1: its prefill) -> logits
 static void slow_sonic(SlowSonic *u, const Talk *p, int last, int step, double *logits) {
     Twin *t = twin_new(u->m.c, u->m.w, DT_F32);
-    int n = 0, text = 0, text_pos = 0, seg = 0, sys = p->sys > u->sink ? p->sys : u->sink;
-    int ids[512], next[512];
+    int n = 0, text = 0, seg = 0, sys = max_int(p->sys, u->sink), ids[512], next[512];
     t->alt = u->alt;
     t->hook = (TwinHooks){ .u = u, .sees = slow_sees, .embed = slow_embed };
     u->n_nexus = 0;
     for (int turn = 0; turn <= last; turn++) {
+        int pre = p->s.pre[turn], dec = turn < last ? p->s.dec[turn] : step + 1;
+        int foot_next = turn < last ? p->foot[turn + 1] : 0;
         script_ids(&p->s, turn, u->m.c->V, ids);
-        int pre = p->s.pre[turn], dec = turn < last ? p->s.dec[turn] : step + 1, foot_next = 0;
-        if (turn < last) {
-            script_ids(&p->s, turn + 1, u->m.c->V, next);
-            foot_next = p->foot[turn + 1];
-        }
+        if (turn < last) script_ids(&p->s, turn + 1, u->m.c->V, next);
         for (int part = 0; part < 2; part++) {  // the user's message, then the reply
             int from = part ? pre - p->head[turn] : turn ? p->foot[turn] : 0;
             int to = part ? pre + dec : pre - p->head[turn], body = 0;
             for (int i = from; i < to + (part ? foot_next : 0); i++, text++, n++) {
-                int id = i < to ? ids[i] : next[i - to];
-                u->kind[n] = text < sys ? SYS : turn == last ? CUR : BODY;
-                u->seg[n] = u->kind[n] == SYS ? -1 : seg;
-                body += u->kind[n] == BODY;
-                twin_token(t, id, u->original ? text_pos : n);
-                text_pos++;
+                u->tok[n] = (Token){ i < to ? ids[i] : next[i - to], u->original ? text : n, text < sys ? -1 : seg, TOK_USER };
+                body += u->gone[n] = text >= sys && turn < last;
             }
-            if (!body) continue;
-            int K = slow_K(u, body);
+            int K = body ? slow_K(u, body) : 0;
             for (int j = 0; j < K; j++, n++) {
-                u->kind[n] = NEX;
-                u->seg[n] = seg;
+                u->tok[n] = (Token){ -1, u->original ? text + j : n, seg, TOK_EXTRA };
                 u->j[n] = j;
                 u->turn[n] = turn;
-                twin_token(t, -1, u->original ? text_pos + j : n);
+                u->gone[n] = 0;
             }
-            seg++;
+            seg += body > 0;
             u->n_nexus += K;
         }
     }
     u->n = n;
-    t->base = 0;
+    for (int i = 0; i < n; i++) twin_token(t, u->tok[i].id, u->tok[i].pos);
     twin_run(t, n, logits);
     twin_free(t);
 }
@@ -2848,10 +2832,10 @@ static void sonic_rows_agree(const SlowSonic *u, const Session *s, const char *w
         const KVHead *kh = &s->head[h];
         int held = 0, bad = 0;
         for (int p = 0; p < u->n; p++) {
-            if (u->kind[p] == BODY) continue;
+            if (u->gone[p]) continue;
             const Token *tok = &s->tok[held < kh->len ? kh->src[held] : 0];
-            bad += (tok->kind == TOK_EXTRA) != (u->kind[p] == NEX);
-            bad += u->kind[p] == NEX && (-1 - tok->id) % u->a.K_max != u->j[p];
+            int nexus = u->tok[p].kind == TOK_EXTRA;
+            bad += (tok->kind == TOK_EXTRA) != nexus || (nexus && (-1 - tok->id) % u->a.K_max != u->j[p]);
             held++;
         }
         CHECK(held == kh->len && !bad, "%s: head %d holds %d rows, expected %d; %d are others", what, h, kh->len, held,
@@ -2897,7 +2881,7 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
                     // Shorter than the sink; more turns than the adapter knows.
                     { { 7, { 1, 1, 5, 2, 1, 1, 2 }, { 1, 2, 0, 2, 1, 1, 1 }, 3 } } };
     for (int i = 0; i < 28; i++) {
-        int any = i > 11, exact = i / 2 % 2, original = i % 2;
+        int any = i > 11, rule = i / 2 % 2 ? VIS_SEGMENT_EXACT : VIS_SEGMENT, original = i % 2;
         Talk p = any ? (Talk){ { .turns = 6, .seed = i } } : talk[i % 3];
         rnd_seed(50 + i);
         for (int t = 0; any && t < 6; t++) {
@@ -2913,13 +2897,13 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
         *u = (SlowSonic){ .a = a,
                           .m = m,
                           .alt = nexus_layers(a, m),
-                          .exact = exact,
+                          .rule = rule,
                           .original = original,
                           .sink = sink,
                           .K = K,
                           .ratio = any ? -1 : i > 9 ? .6 : i > 8 ? .1 : -1 };
         const char *nexus = any || i == 4 ? formatted("sonic-k=%d", K) : i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : "";
-        const char *opt = formatted("quiet sink=%d %s %s", sink, exact ? "paper" : "", nexus);
+        const char *opt = formatted("quiet sink=%d %s %s", sink, rule == VIS_SEGMENT ? "" : "paper", nexus);
         OWN_SESSION Session *s = sonic_session(m, a, opt);
         sonic_agrees(u, s, &p, formatted("case %d: %s, %s", i, opt, original ? "original" : "augmented"));
         CHECK(any || ((Sonic *)s->part[0].ms)->warned == (i % 3 == 2), "case %d: a turn past T_max", i);
