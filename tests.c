@@ -214,17 +214,18 @@ TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that n
     Script p = { 2, { 601, 30 }, { 4, 3 }, 31 };
     size_t token = 2 * (6 + 2) * 32 * sizeof(float);    // a token's q, k, v and output
     EACH_METHOD(x) {
-        static const char *const b[] = { "batch-size=1024", "batch-size=16", "batch-size=25" };
-        uint64_t is[3];
-        size_t bytes[3], whole = 0;
+        static const int b[] = { 1024, 16, 25 };
+        uint64_t first = 0;
+        size_t all = 0;
         for (int k = 0; k < 3; k++) {
-            OWN_SESSION Session *s = table_open(m, (*x)->name, 1, formatted("%s obs-window=20", b[k]));
-            is[k] = played(s, &p);
-            bytes[k] = arena_bytes(s->scratch);
-            whole = sees_whole_turn(s);
-            CHECK(is[k] == is[0], "%s %s: other bits", (*x)->name, b[k]);
-            CHECK(!k || whole || bytes[k] + 450 * token < bytes[0], "%s %s takes %zu bytes, the whole turn %zu",
-                  (*x)->name, b[k], bytes[k], bytes[0]);
+            OWN_SESSION Session *s = table_open(m, (*x)->name, 1, formatted("batch-size=%d obs-window=20", b[k]));
+            uint64_t is = played(s, &p);
+            size_t bytes = arena_bytes(s->scratch);
+            if (!k) first = is;
+            if (!k) all = bytes;
+            CHECK(is == first, "%s -b %d: other bits", (*x)->name, b[k]);
+            CHECK(!k || sees_whole_turn(s) || bytes + 450 * token < all, "%s -b %d takes %zu bytes, the whole turn %zu",
+                  (*x)->name, b[k], bytes, all);
         }
     }
 }
@@ -1451,25 +1452,24 @@ static void loop_twin_after(void *p, Twin *t, int l, const double *q, const doub
 
 // The twin's settings out of the program's options.
 static LoopTwin loop_twin(const Options *o, const Config *c, const char *method) {
-    int paper = opt_int(o, "paper");
-    LoopTwin u = { .prefill = !strstr(method, "loopserve-d"),
-                   .decode = !strstr(method, "loopserve-p"),
-                   .min_context = opt_int(o, "loopserve-min-context"),
-                   .m = opt_int(o, "loopserve-samples"),
-                   .sink = opt_int(o, "sink") < 0 ? 4 : opt_int(o, "sink"),
-                   .local = opt_int(o, "loopserve-local"),
-                   .alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha"),
-                   .max_cells = opt_real(o, "loopserve-max-cells"),
-                   .first = opt_int(o, "loopserve-first"),
-                   .interval = opt_int(o, "loopserve-interval"),
-                   .B = opt_int(o, "budget") };
-    u.kind = paper;
-    u.hold = u.m >= 32;
-    u.obs = opt_int(o, "loopserve-obs") ? opt_int(o, "loopserve-obs") : u.interval;
-    u.q = xcalloc(c->L, sizeof *u.q);
-    u.end = xcalloc((size_t)c->L * c->G, sizeof *u.end);
-    u.chosen = xcalloc((size_t)c->L * c->G, sizeof *u.chosen);
-    return u;
+    int paper = opt_int(o, "paper"), interval = opt_int(o, "loopserve-interval"), m = opt_int(o, "loopserve-samples");
+    return (LoopTwin){ .prefill = !strstr(method, "loopserve-d"),
+                       .decode = !strstr(method, "loopserve-p"),
+                       .kind = paper,
+                       .m = m,
+                       .hold = m >= 32,
+                       .min_context = opt_int(o, "loopserve-min-context"),
+                       .sink = opt_int(o, "sink") < 0 ? 4 : opt_int(o, "sink"),
+                       .local = opt_int(o, "loopserve-local"),
+                       .alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha"),
+                       .max_cells = opt_real(o, "loopserve-max-cells"),
+                       .first = opt_int(o, "loopserve-first"),
+                       .interval = interval,
+                       .obs = opt_int(o, "loopserve-obs") ? opt_int(o, "loopserve-obs") : interval,
+                       .B = opt_int(o, "budget"),
+                       .q = xcalloc(c->L, sizeof(double *)),
+                       .end = xcalloc((size_t)c->L * c->G, sizeof(int)),
+                       .chosen = xcalloc((size_t)c->L * c->G, sizeof(int *)) };
 }
 
 // Frees a LoopTwin.
@@ -3046,7 +3046,9 @@ TEST(dililazy_vector, "Algorithm 1 by hand, and where nothing or half of it is k
 
 TEST(dililazy_files, "score files: keys are read, whatever their order; numbers, lists, "
                      "our names and the authors' names") {
-    const char *good[][2] = {
+    static const struct {
+        const char *text, *key, *refusal;       // words of it; NULL: the scores are 1, 2, 3, 4
+    } file[] = {
         { "{\"1-1\": 4, \"0-1\": 2, \"0-0\": [0.5, 1.5], \"1-0\": [3]}", "inf" },
         { "{\"average_precisions_weighted\": {\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 4}}",
           "dili" },
@@ -3056,27 +3058,22 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
           "\"average_precisions_weighted\": {}, \"average_recalls_weighted\": {\"0-0\": 1, "
           "\"0-1\": 2, \"1-0\": 3, \"1-1\": 4}}",
           "lazy" },
+        { "{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3}", "inf", "1-1" },
+        { "{\"0-0\": 1, \"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3}", "inf", "twice" },
+        { "{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3, \"2-0\": 1}", "inf", "2-0" },
+        { "{\"0-2\": 1}", "inf", "0-2" }, { "{\"0-0\": -1}", "inf", "0-0" }, { "{\"0-0\": []}", "inf", "0-0" },
+        { "{\"0-0\": [1, \"2\"]}", "inf", "0-0" }, { "{\"0-0\": {\"1-1\": 1}, \"0-1\": {}}", "inf", "0-0" },
+        { "{\"a\": {}, \"b\": {}}", "inf", "layer-head" }, { "{\"0--1\": 1}", "inf", "0--1" },
+        { "{\"-1-0\": 1}", "inf", "-1-0" }, { "{\"0-0x\": 1}", "inf", "0-0x" },
+        { "{\"00000000000000000-0\": 1}", "inf", "000" }, { "[1]", "inf", "layer-head" },
+        { "{", "inf", "end of the text" }, { "", "inf", "byte 0" },
     };
-    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
-        char err[512] = "", *path = temp_text(good[i][0]);
-        OWN double *x = scores_read(path, good[i][1], 2, 2, err);
-        CHECK(x && x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4, "file %zu: %s", i, err);
-        free(path);
-    }
-    static const char *const bad[][2] = {       // a text, and words of its refusal
-        { "{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3}", "1-1" },
-        { "{\"0-0\": 1, \"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3}", "twice" },
-        { "{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3, \"2-0\": 1}", "2-0" },
-        { "{\"0-2\": 1}", "0-2" }, { "{\"0-0\": -1}", "0-0" }, { "{\"0-0\": []}", "0-0" },
-        { "{\"0-0\": [1, \"2\"]}", "0-0" }, { "{\"0-0\": {\"1-1\": 1}, \"0-1\": {}}", "0-0" },
-        { "{\"a\": {}, \"b\": {}}", "layer-head" }, { "{\"0--1\": 1}", "0--1" }, { "{\"-1-0\": 1}", "-1-0" },
-        { "{\"0-0x\": 1}", "0-0x" }, { "{\"00000000000000000-0\": 1}", "000" }, { "[1]", "layer-head" },
-        { "{", "end of the text" }, { "", "byte 0" },
-    };
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+    for (size_t i = 0; i < sizeof file / sizeof *file; i++) {
         char err[512] = "";
-        OWN char *path = temp_text(bad[i][0]);
-        CHECK(!scores_read(path, "inf", 2, 2, err) && strstr(err, bad[i][1]), "%s: %s", bad[i][0], err);
+        OWN char *path = temp_text(file[i].text);
+        OWN double *x = scores_read(path, file[i].key, 2, 2, err);
+        int good = x && x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4;
+        CHECK(file[i].refusal ? !x && strstr(err, file[i].refusal) : good, "%s: %s", file[i].text, err);
     }
     char err[512] = "";
     CHECK(!scores_read("no/such/file", "inf", 2, 2, err) && strstr(err, "no/such/file"), "%s", err);
@@ -3112,17 +3109,19 @@ TEST(dililazy_words, "recall of the answer's words: case and punctuation fold, r
         double got = word_recall(c[i].answer, c[i].text);
         CHECK(fabs(got - c[i].want) < 1e-9, "\"%s\" in \"%s\": %g", c[i].answer, c[i].text, got);
     }
-    int *x = number_list("n", "2:98:3", 0, 100);
-    CHECK(arrlen(x) == 33 && x[0] == 2 && x[32] == 98, "%d depths", (int)arrlen(x));
-    arrfree(x);
-    x = number_list("n", "5,0,5,10:12:1", 0, 100);
-    CHECK(arrlen(x) == 5 && x[0] == 5 && x[1] == 0 && x[4] == 12, "a mix, each once");
-    arrfree(x);
+    static const struct {
+        const char *text;
+        int most, n, at, is, last;
+    } lists[] = { { "2:98:3", 100, 33, 0, 2, 98 }, { "5,0,5,10:12:1", 100, 5, 1, 0, 12 },       // a mix, each once
+                  { "0:200000:2,0:200000:1", 200000, 200001, 100001, 1, 199999 } };
     double t = now();
-    x = number_list("n", "0:200000:2,0:200000:1", 0, 200000);
-    CHECK(arrlen(x) == 200001 && x[100001] == 1 && x[200000] == 199999, "%d", (int)arrlen(x));
+    for (int i = 0; i < 3; i++) {
+        int *x = number_list("n", lists[i].text, 0, lists[i].most);
+        CHECK(arrlen(x) == lists[i].n && x[lists[i].at] == lists[i].is && arrlast(x) == lists[i].last, "%s: %d numbers",
+              lists[i].text, (int)arrlen(x));
+        arrfree(x);
+    }
     CHECK(now() - t < 2, "a list of 200,001 numbers takes %g s", now() - t);
-    arrfree(x);
     const char *bad[] = { "", "x", "5,", "101", "-1", "5:1:1", "1:5:0", "1:5", "5 6", "1,,2" };
     for (int i = 0; i < 10; i++) CHECK(list_dies(bad[i]) == EXIT_USAGE, "\"%s\"", bad[i]);
 }
