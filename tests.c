@@ -847,8 +847,7 @@ static void twin_future(const BaseTwin *b, Twin *t, int l, int h, int first, dou
             key[j] = cosine[i] * row[r].k[j] - sine[i] * row[r].k[i];
         }
         for (int i = 0; i < n; i++) {
-            double dot = 0;
-            for (int d = 0; d < D; d++) dot += seen[i * D + d] * key[d] / sqrt(D);
+            double dot = twin_dot(seen + i * D, key, D) / sqrt(D);
             mean += dot / n;
             square += dot * dot / n;
         }
@@ -856,13 +855,6 @@ static void twin_future(const BaseTwin *b, Twin *t, int l, int h, int first, dou
         total += exp(z[r]);
     }
     for (int r = first; r < (int)arrlen(row); r++) x[r] += exp(z[r]) / total * t->c->G / t->c->H;
-}
-
-// The length of a vector (D).
-static double twin_length(const double *x, int D) {
-    double sum = 0;
-    for (int d = 0; d < D; d++) sum += x[d] * x[d];
-    return sqrt(sum);
 }
 
 // By what KV head g of layer l, which may keep B rows, ranks its rows: x (rows), 0 at first. INFINITY: the row stays.
@@ -881,10 +873,8 @@ static void base_scores(const BaseTwin *b, Twin *t, int l, int g, const double *
     for (int i = 0; i < rows * D && b->kind == BT_KEYDIFF; i++)
         mu[i % D] += row[i / D].k[i % D] / twin_length(row[i / D].k, D);
     for (int r = 0; r < rows; r++) {
-        double dot = 0;
-        for (int d = 0; d < D; d++) dot += row[r].k[d] * mu[d];
         if (b->kind == BT_EXPECTED) x[r] = (x[r] + b->epsilon) * twin_length(row[r].v, D);
-        if (b->kind == BT_KEYDIFF) x[r] = -dot / twin_length(row[r].k, D);
+        if (b->kind == BT_KEYDIFF) x[r] = -twin_dot(row[r].k, mu, D) / twin_length(row[r].k, D);
         if (b->kind == BT_H2O) x[r] = row[r].mass;
         if (b->kind == BT_STREAMING) x[r] = r;
         if (r < first || (r >= last && (b->kind <= BT_PYRAMID || b->kind == BT_H2O))) x[r] = INFINITY;
@@ -935,22 +925,16 @@ static void twin_caps(const double *inf, int L, int H, int bc, double beta, doub
 // HeadKV's rows: every head's part of the pool rounded down, then one row more for the largest
 // remainders
 static void twin_headkv_caps(const double *score, int n, int base, double beta, int *cap) {
-    int pool = (int)floor(base / beta), given = 0;
-    double sum = 0, part[512];
+    int pool = (int)floor(base / beta), given = 0, idx[512];
+    double sum = 0, part[512] = { 0 };
     for (int i = 0; i < n; i++) sum += score[i];
     for (int i = 0; i < n; i++) {
         part[i] = sum > 0 ? score[i] * pool * n / sum : pool;
         cap[i] = (int)(part[i] + 1e-9);
         given += cap[i];
     }
-    for (int more = pool * n - given; more > 0; more--) {
-        int best = -1;
-        for (int i = 0; i < n; i++) {
-            if (part[i] - cap[i] < -1e-9) continue;  // has its row
-            if (best < 0 || part[i] - cap[i] > part[best] - cap[best] + 1e-9) best = i;
-        }
-        cap[best]++;
-    }
+    for (int i = 0; i < n; i++) part[i] = rint((part[i] - cap[i]) * 1e9);      // what is left over; equal ones are equal
+    for (int k = twin_pick(part, n, pool * n - given, idx); k > 0; k--) cap[idx[k - 1]]++;
     for (int i = 0; i < n; i++) cap[i] += base - pool;
 }
 
@@ -2080,18 +2064,11 @@ static double twin_bf16(double x) {
     return x ? ldexp(rint(ldexp(m, 8)), e - 8) : 0;
 }
 
-// The scalar product of two vectors (D).
-static double twin_dot(const double *a, const double *b, int D) {
-    double s = 0;
-    for (int d = 0; d < D; d++) s += a[d] * b[d];
-    return s;
-}
-
 // The Euclidean distance of two vectors (D).
 static double twin_dist(const double *a, const double *b, int D) {
-    double s = 0;
-    for (int d = 0; d < D; d++) s += (a[d] - b[d]) * (a[d] - b[d]);
-    return sqrt(s);
+    double c[TWD];
+    for (int d = 0; d < D; d++) c[d] = a[d] - b[d];
+    return twin_length(c, D);
 }
 
 // Scales x (D) to length 1.
@@ -2200,7 +2177,7 @@ static void lychee_twin_after(void *u, Twin *t, int l, const double *q, const do
 static double twin_suits(const TwinLychee *y, const double *q, int m, const TwinNode *u, int D) {
     double best = -INFINITY;
     for (int i = 0; i < m; i++)
-        best = fmax(best, twin_dot(q + i * D, u->mu, D) / sqrt(twin_dot(q + i * D, q + i * D, D)));
+        best = fmax(best, twin_dot(q + i * D, u->mu, D) / twin_length(q + i * D, D));
     return best + (y->bound ? u->r : 0);
 }
 
