@@ -214,17 +214,18 @@ TEST(table_spans, "a turn of 601 tokens is taken in spans of about -b, so that n
     Script p = { 2, { 601, 30 }, { 4, 3 }, 31 };
     size_t token = 2 * (6 + 2) * 32 * sizeof(float);    // a token's q, k, v and output
     EACH_METHOD(x) {
-        static const char *const b[] = { "batch-size=1024", "batch-size=16", "batch-size=25" };
-        uint64_t is[3];
-        size_t bytes[3], whole = 0;
+        static const int b[] = { 1024, 16, 25 };
+        uint64_t first = 0;
+        size_t all = 0;
         for (int k = 0; k < 3; k++) {
-            OWN_SESSION Session *s = table_open(m, (*x)->name, 1, formatted("%s obs-window=20", b[k]));
-            is[k] = played(s, &p);
-            bytes[k] = arena_bytes(s->scratch);
-            whole = sees_whole_turn(s);
-            CHECK(is[k] == is[0], "%s %s: other bits", (*x)->name, b[k]);
-            CHECK(!k || whole || bytes[k] + 450 * token < bytes[0], "%s %s takes %zu bytes, the whole turn %zu",
-                  (*x)->name, b[k], bytes[k], bytes[0]);
+            OWN_SESSION Session *s = table_open(m, (*x)->name, 1, formatted("batch-size=%d obs-window=20", b[k]));
+            uint64_t is = played(s, &p);
+            size_t bytes = arena_bytes(s->scratch);
+            if (!k) first = is;
+            if (!k) all = bytes;
+            CHECK(is == first, "%s -b %d: other bits", (*x)->name, b[k]);
+            CHECK(!k || sees_whole_turn(s) || bytes + 450 * token < all, "%s -b %d takes %zu bytes, the whole turn %zu",
+                  (*x)->name, b[k], bytes, all);
         }
     }
 }
@@ -246,20 +247,20 @@ typedef struct {
 
 static Follow follow;
 
-// May the query see the row? By the text of the mask, not by kv_visible.
+// May token p of tok see token q? By the text of the mask, not by kv_visible: Nexus rows of the past, the own segment, the
+// system text.
+static int twin_visible(int rule, const Token *tok, int p, int q) {
+    int nexus = tok[q].kind == TOK_EXTRA;
+    if (rule != VIS_CAUSAL && nexus && tok[p].kind == TOK_EXTRA) return rule == VIS_SEGMENT_EXACT || tok[q].seg <= tok[p].seg;
+    if (q > p) return 0;
+    return rule == VIS_CAUSAL || nexus || tok[q].seg < 0 || tok[q].seg == tok[p].seg;
+}
+
 static int follow_sees(void *u, Twin *t, int l, int h, int i, int row) {
     Follow *f = u;
-    TwinRow *r = &t->row[l * t->c->G + h / (t->c->H / t->c->G)][row];
-    const Token *a = &f->s->tok[t->base + i], *b = &f->s->tok[r->src];
-    int w = t->c->windowed && t->c->windowed[l] ? t->c->window : 0;
-    if (w && a->pos - b->pos >= w) return 0;
-    if (f->s->rule != VIS_CAUSAL && a->kind == TOK_EXTRA && b->kind == TOK_EXTRA) {
-        if (f->s->rule == VIS_SEGMENT_EXACT || b->seg < a->seg) return 1;
-        return b->seg == a->seg;
-    }
-    if (r->src > t->base + i) return 0;
-    if (f->s->rule != VIS_CAUSAL && b->kind != TOK_EXTRA && b->seg >= 0 && b->seg != a->seg) return 0;
-    return 1;
+    TwinRow *r = &twin_rows(t, l, h)[row];
+    int w = t->c->windowed && t->c->windowed[l] ? t->c->window : 0, p = t->base + i;
+    return (!w || t->pos[p] - t->pos[r->src] < w) && twin_visible(f->s->rule, f->s->tok, p, r->src);
 }
 
 static void follow_embed(void *u, Twin *t, int i, double *x) {
@@ -846,8 +847,7 @@ static void twin_future(const BaseTwin *b, Twin *t, int l, int h, int first, dou
             key[j] = cosine[i] * row[r].k[j] - sine[i] * row[r].k[i];
         }
         for (int i = 0; i < n; i++) {
-            double dot = 0;
-            for (int d = 0; d < D; d++) dot += seen[i * D + d] * key[d] / sqrt(D);
+            double dot = twin_dot(seen + i * D, key, D) / sqrt(D);
             mean += dot / n;
             square += dot * dot / n;
         }
@@ -855,13 +855,6 @@ static void twin_future(const BaseTwin *b, Twin *t, int l, int h, int first, dou
         total += exp(z[r]);
     }
     for (int r = first; r < (int)arrlen(row); r++) x[r] += exp(z[r]) / total * t->c->G / t->c->H;
-}
-
-// The length of a vector (D).
-static double twin_length(const double *x, int D) {
-    double sum = 0;
-    for (int d = 0; d < D; d++) sum += x[d] * x[d];
-    return sqrt(sum);
 }
 
 // By what KV head g of layer l, which may keep B rows, ranks its rows: x (rows), 0 at first. INFINITY: the row stays.
@@ -880,10 +873,8 @@ static void base_scores(const BaseTwin *b, Twin *t, int l, int g, const double *
     for (int i = 0; i < rows * D && b->kind == BT_KEYDIFF; i++)
         mu[i % D] += row[i / D].k[i % D] / twin_length(row[i / D].k, D);
     for (int r = 0; r < rows; r++) {
-        double dot = 0;
-        for (int d = 0; d < D; d++) dot += row[r].k[d] * mu[d];
         if (b->kind == BT_EXPECTED) x[r] = (x[r] + b->epsilon) * twin_length(row[r].v, D);
-        if (b->kind == BT_KEYDIFF) x[r] = -dot / twin_length(row[r].k, D);
+        if (b->kind == BT_KEYDIFF) x[r] = -twin_dot(row[r].k, mu, D) / twin_length(row[r].k, D);
         if (b->kind == BT_H2O) x[r] = row[r].mass;
         if (b->kind == BT_STREAMING) x[r] = r;
         if (r < first || (r >= last && (b->kind <= BT_PYRAMID || b->kind == BT_H2O))) x[r] = INFINITY;
@@ -934,22 +925,16 @@ static void twin_caps(const double *inf, int L, int H, int bc, double beta, doub
 // HeadKV's rows: every head's part of the pool rounded down, then one row more for the largest
 // remainders
 static void twin_headkv_caps(const double *score, int n, int base, double beta, int *cap) {
-    int pool = (int)floor(base / beta), given = 0;
-    double sum = 0, part[512];
+    int pool = (int)floor(base / beta), given = 0, idx[512];
+    double sum = 0, part[512] = { 0 };
     for (int i = 0; i < n; i++) sum += score[i];
     for (int i = 0; i < n; i++) {
         part[i] = sum > 0 ? score[i] * pool * n / sum : pool;
         cap[i] = (int)(part[i] + 1e-9);
         given += cap[i];
     }
-    for (int more = pool * n - given; more > 0; more--) {
-        int best = -1;
-        for (int i = 0; i < n; i++) {
-            if (part[i] - cap[i] < -1e-9) continue;  // has its row
-            if (best < 0 || part[i] - cap[i] > part[best] - cap[best] + 1e-9) best = i;
-        }
-        cap[best]++;
-    }
+    for (int i = 0; i < n; i++) part[i] = rint((part[i] - cap[i]) * 1e9);      // what is left over; equal ones are equal
+    for (int k = twin_pick(part, n, pool * n - given, idx); k > 0; k--) cap[idx[k - 1]]++;
     for (int i = 0; i < n; i++) cap[i] += base - pool;
 }
 
@@ -1451,25 +1436,24 @@ static void loop_twin_after(void *p, Twin *t, int l, const double *q, const doub
 
 // The twin's settings out of the program's options.
 static LoopTwin loop_twin(const Options *o, const Config *c, const char *method) {
-    int paper = opt_int(o, "paper");
-    LoopTwin u = { .prefill = !strstr(method, "loopserve-d"),
-                   .decode = !strstr(method, "loopserve-p"),
-                   .min_context = opt_int(o, "loopserve-min-context"),
-                   .m = opt_int(o, "loopserve-samples"),
-                   .sink = opt_int(o, "sink") < 0 ? 4 : opt_int(o, "sink"),
-                   .local = opt_int(o, "loopserve-local"),
-                   .alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha"),
-                   .max_cells = opt_real(o, "loopserve-max-cells"),
-                   .first = opt_int(o, "loopserve-first"),
-                   .interval = opt_int(o, "loopserve-interval"),
-                   .B = opt_int(o, "budget") };
-    u.kind = paper;
-    u.hold = u.m >= 32;
-    u.obs = opt_int(o, "loopserve-obs") ? opt_int(o, "loopserve-obs") : u.interval;
-    u.q = xcalloc(c->L, sizeof *u.q);
-    u.end = xcalloc((size_t)c->L * c->G, sizeof *u.end);
-    u.chosen = xcalloc((size_t)c->L * c->G, sizeof *u.chosen);
-    return u;
+    int paper = opt_int(o, "paper"), interval = opt_int(o, "loopserve-interval"), m = opt_int(o, "loopserve-samples");
+    return (LoopTwin){ .prefill = !strstr(method, "loopserve-d"),
+                       .decode = !strstr(method, "loopserve-p"),
+                       .kind = paper,
+                       .m = m,
+                       .hold = m >= 32,
+                       .min_context = opt_int(o, "loopserve-min-context"),
+                       .sink = opt_int(o, "sink") < 0 ? 4 : opt_int(o, "sink"),
+                       .local = opt_int(o, "loopserve-local"),
+                       .alpha = paper && !opt_given(o, "loopserve-alpha") ? .955 : opt_real(o, "loopserve-alpha"),
+                       .max_cells = opt_real(o, "loopserve-max-cells"),
+                       .first = opt_int(o, "loopserve-first"),
+                       .interval = interval,
+                       .obs = opt_int(o, "loopserve-obs") ? opt_int(o, "loopserve-obs") : interval,
+                       .B = opt_int(o, "budget"),
+                       .q = xcalloc(c->L, sizeof(double *)),
+                       .end = xcalloc((size_t)c->L * c->G, sizeof(int)),
+                       .chosen = xcalloc((size_t)c->L * c->G, sizeof(int *)) };
 }
 
 // Frees a LoopTwin.
@@ -2083,18 +2067,11 @@ static double twin_bf16(double x) {
     return x ? ldexp(rint(ldexp(m, 8)), e - 8) : 0;
 }
 
-// The scalar product of two vectors (D).
-static double twin_dot(const double *a, const double *b, int D) {
-    double s = 0;
-    for (int d = 0; d < D; d++) s += a[d] * b[d];
-    return s;
-}
-
 // The Euclidean distance of two vectors (D).
 static double twin_dist(const double *a, const double *b, int D) {
-    double s = 0;
-    for (int d = 0; d < D; d++) s += (a[d] - b[d]) * (a[d] - b[d]);
-    return sqrt(s);
+    double c[TWD];
+    for (int d = 0; d < D; d++) c[d] = a[d] - b[d];
+    return twin_length(c, D);
 }
 
 // Scales x (D) to length 1.
@@ -2203,7 +2180,7 @@ static void lychee_twin_after(void *u, Twin *t, int l, const double *q, const do
 static double twin_suits(const TwinLychee *y, const double *q, int m, const TwinNode *u, int D) {
     double best = -INFINITY;
     for (int i = 0; i < m; i++)
-        best = fmax(best, twin_dot(q + i * D, u->mu, D) / sqrt(twin_dot(q + i * D, q + i * D, D)));
+        best = fmax(best, twin_dot(q + i * D, u->mu, D) / twin_length(q + i * D, D));
     return best + (y->bound ? u->r : 0);
 }
 
@@ -2629,7 +2606,7 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
 // ==================================================================================================== 7 SONIC INFERENCE
 
 // The slow side keeps no cache at all: for every row of logits it lays out Eq. 1 anew, masks it by
-// the four lines of slow_vis and runs the twin in double over everything. The program drops rows
+// the lines of twin_visible and runs the twin in double over everything. The program drops rows
 // and must agree all the same.
 
 // ---- an adapter made in memory, and written as a file
@@ -2755,37 +2732,30 @@ typedef struct {
 
 // ---- the slow twin
 
-enum { SYS, BODY, NEX, CUR };
-
+// The sequence as laid out has n tokens: what each is; of a Nexus token its place within its segment, and the turn; and
+// whether its message is finished, so that its rows are dropped.
 typedef struct {
     Nexus a;
     Tiny m;
     Layer *alt;
-    int exact, original, sink, K;
+    int rule, original, sink, K;
     double ratio;
-    int kind[1024], seg[1024], j[1024], turn[1024], n;  // of the sequence as laid out, of n tokens
-    int n_nexus;
+    Token tok[1024];
+    int j[1024], turn[1024], gone[1024], n, n_nexus;
 } SlowSonic;
-
-// SONIC's visibility rule, line by line: Nexus rows of the past, the own segment, the system text.
-static int slow_vis(const SlowSonic *u, int p, int q) {
-    if (u->kind[p] == NEX && u->kind[q] == NEX) return u->exact ? 1 : u->seg[q] <= u->seg[p];
-    if (q > p) return 0;
-    if (u->kind[q] == BODY) return u->seg[q] == u->seg[p];
-    return 1;
-}
 
 // The mask as a hook of the twin.
 static int slow_sees(void *v, Twin *t, int l, int h, int i, int row) {
+    SlowSonic *u = v;
     (void)l;
     (void)h;
-    return slow_vis(v, t->base + i, row);
+    return twin_visible(u->rule, u->tok, t->base + i, row);
 }
 
 // The input of the Nexus token i: base, place within its segment, and turn.
 static void slow_embed(void *v, Twin *t, int i, double *x) {
     SlowSonic *u = v;
-    int C = u->m.c->C, turn = u->turn[i] < u->a.T_max ? u->turn[i] : u->a.T_max - 1;
+    int C = u->m.c->C, turn = min_int(u->turn[i], u->a.T_max - 1);
     (void)t;
     for (int c = 0; c < C; c++)
         x[c] = twin_weight(&u->a.t[0].x, c) + twin_weight(&u->a.t[1].x, u->j[i] * C + c)
@@ -2803,44 +2773,35 @@ static int slow_K(const SlowSonic *u, int n) {
 // Eq. 1 for the dialogue up to decode step `step` of turn `last` (-1: its prefill) -> logits
 static void slow_sonic(SlowSonic *u, const Talk *p, int last, int step, double *logits) {
     Twin *t = twin_new(u->m.c, u->m.w, DT_F32);
-    int n = 0, text = 0, text_pos = 0, seg = 0, sys = p->sys > u->sink ? p->sys : u->sink;
-    int ids[512], next[512];
+    int n = 0, text = 0, seg = 0, sys = max_int(p->sys, u->sink), ids[512], next[512];
     t->alt = u->alt;
     t->hook = (TwinHooks){ .u = u, .sees = slow_sees, .embed = slow_embed };
     u->n_nexus = 0;
     for (int turn = 0; turn <= last; turn++) {
+        int pre = p->s.pre[turn], dec = turn < last ? p->s.dec[turn] : step + 1;
+        int foot_next = turn < last ? p->foot[turn + 1] : 0;
         script_ids(&p->s, turn, u->m.c->V, ids);
-        int pre = p->s.pre[turn], dec = turn < last ? p->s.dec[turn] : step + 1, foot_next = 0;
-        if (turn < last) {
-            script_ids(&p->s, turn + 1, u->m.c->V, next);
-            foot_next = p->foot[turn + 1];
-        }
+        if (turn < last) script_ids(&p->s, turn + 1, u->m.c->V, next);
         for (int part = 0; part < 2; part++) {  // the user's message, then the reply
             int from = part ? pre - p->head[turn] : turn ? p->foot[turn] : 0;
             int to = part ? pre + dec : pre - p->head[turn], body = 0;
             for (int i = from; i < to + (part ? foot_next : 0); i++, text++, n++) {
-                int id = i < to ? ids[i] : next[i - to];
-                u->kind[n] = text < sys ? SYS : turn == last ? CUR : BODY;
-                u->seg[n] = u->kind[n] == SYS ? -1 : seg;
-                body += u->kind[n] == BODY;
-                twin_token(t, id, u->original ? text_pos : n);
-                text_pos++;
+                u->tok[n] = (Token){ i < to ? ids[i] : next[i - to], u->original ? text : n, text < sys ? -1 : seg, TOK_USER };
+                body += u->gone[n] = text >= sys && turn < last;
             }
-            if (!body) continue;
-            int K = slow_K(u, body);
+            int K = body ? slow_K(u, body) : 0;
             for (int j = 0; j < K; j++, n++) {
-                u->kind[n] = NEX;
-                u->seg[n] = seg;
+                u->tok[n] = (Token){ -1, u->original ? text + j : n, seg, TOK_EXTRA };
                 u->j[n] = j;
                 u->turn[n] = turn;
-                twin_token(t, -1, u->original ? text_pos + j : n);
+                u->gone[n] = 0;
             }
-            seg++;
+            seg += body > 0;
             u->n_nexus += K;
         }
     }
     u->n = n;
-    t->base = 0;
+    for (int i = 0; i < n; i++) twin_token(t, u->tok[i].id, u->tok[i].pos);
     twin_run(t, n, logits);
     twin_free(t);
 }
@@ -2851,10 +2812,10 @@ static void sonic_rows_agree(const SlowSonic *u, const Session *s, const char *w
         const KVHead *kh = &s->head[h];
         int held = 0, bad = 0;
         for (int p = 0; p < u->n; p++) {
-            if (u->kind[p] == BODY) continue;
+            if (u->gone[p]) continue;
             const Token *tok = &s->tok[held < kh->len ? kh->src[held] : 0];
-            bad += (tok->kind == TOK_EXTRA) != (u->kind[p] == NEX);
-            bad += u->kind[p] == NEX && (-1 - tok->id) % u->a.K_max != u->j[p];
+            int nexus = u->tok[p].kind == TOK_EXTRA;
+            bad += (tok->kind == TOK_EXTRA) != nexus || (nexus && (-1 - tok->id) % u->a.K_max != u->j[p]);
             held++;
         }
         CHECK(held == kh->len && !bad, "%s: head %d holds %d rows, expected %d; %d are others", what, h, kh->len, held,
@@ -2900,7 +2861,7 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
                     // Shorter than the sink; more turns than the adapter knows.
                     { { 7, { 1, 1, 5, 2, 1, 1, 2 }, { 1, 2, 0, 2, 1, 1, 1 }, 3 } } };
     for (int i = 0; i < 28; i++) {
-        int any = i > 11, exact = i / 2 % 2, original = i % 2;
+        int any = i > 11, rule = i / 2 % 2 ? VIS_SEGMENT_EXACT : VIS_SEGMENT, original = i % 2;
         Talk p = any ? (Talk){ { .turns = 6, .seed = i } } : talk[i % 3];
         rnd_seed(50 + i);
         for (int t = 0; any && t < 6; t++) {
@@ -2916,13 +2877,13 @@ TEST(sonic_twin, "T2, T5, T9: both modes and both positions agree with the maske
         *u = (SlowSonic){ .a = a,
                           .m = m,
                           .alt = nexus_layers(a, m),
-                          .exact = exact,
+                          .rule = rule,
                           .original = original,
                           .sink = sink,
                           .K = K,
                           .ratio = any ? -1 : i > 9 ? .6 : i > 8 ? .1 : -1 };
         const char *nexus = any || i == 4 ? formatted("sonic-k=%d", K) : i > 9 ? "ratio=0.6" : i > 8 ? "ratio=0.1" : "";
-        const char *opt = formatted("quiet sink=%d %s %s", sink, exact ? "paper" : "", nexus);
+        const char *opt = formatted("quiet sink=%d %s %s", sink, rule == VIS_SEGMENT ? "" : "paper", nexus);
         OWN_SESSION Session *s = sonic_session(m, a, opt);
         sonic_agrees(u, s, &p, formatted("case %d: %s, %s", i, opt, original ? "original" : "augmented"));
         CHECK(any || ((Sonic *)s->part[0].ms)->warned == (i % 3 == 2), "case %d: a turn past T_max", i);
@@ -3065,7 +3026,9 @@ TEST(dililazy_vector, "Algorithm 1 by hand, and where nothing or half of it is k
 
 TEST(dililazy_files, "score files: keys are read, whatever their order; numbers, lists, "
                      "our names and the authors' names") {
-    const char *good[][2] = {
+    static const struct {
+        const char *text, *key, *refusal;       // words of it; NULL: the scores are 1, 2, 3, 4
+    } file[] = {
         { "{\"1-1\": 4, \"0-1\": 2, \"0-0\": [0.5, 1.5], \"1-0\": [3]}", "inf" },
         { "{\"average_precisions_weighted\": {\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 4}}",
           "dili" },
@@ -3075,27 +3038,22 @@ TEST(dililazy_files, "score files: keys are read, whatever their order; numbers,
           "\"average_precisions_weighted\": {}, \"average_recalls_weighted\": {\"0-0\": 1, "
           "\"0-1\": 2, \"1-0\": 3, \"1-1\": 4}}",
           "lazy" },
+        { "{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3}", "inf", "1-1" },
+        { "{\"0-0\": 1, \"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3}", "inf", "twice" },
+        { "{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3, \"2-0\": 1}", "inf", "2-0" },
+        { "{\"0-2\": 1}", "inf", "0-2" }, { "{\"0-0\": -1}", "inf", "0-0" }, { "{\"0-0\": []}", "inf", "0-0" },
+        { "{\"0-0\": [1, \"2\"]}", "inf", "0-0" }, { "{\"0-0\": {\"1-1\": 1}, \"0-1\": {}}", "inf", "0-0" },
+        { "{\"a\": {}, \"b\": {}}", "inf", "layer-head" }, { "{\"0--1\": 1}", "inf", "0--1" },
+        { "{\"-1-0\": 1}", "inf", "-1-0" }, { "{\"0-0x\": 1}", "inf", "0-0x" },
+        { "{\"00000000000000000-0\": 1}", "inf", "000" }, { "[1]", "inf", "layer-head" },
+        { "{", "inf", "end of the text" }, { "", "inf", "byte 0" },
     };
-    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
-        char err[512] = "", *path = temp_text(good[i][0]);
-        OWN double *x = scores_read(path, good[i][1], 2, 2, err);
-        CHECK(x && x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4, "file %zu: %s", i, err);
-        free(path);
-    }
-    static const char *const bad[][2] = {       // a text, and words of its refusal
-        { "{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3}", "1-1" },
-        { "{\"0-0\": 1, \"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3}", "twice" },
-        { "{\"0-0\": 1, \"0-1\": 2, \"1-0\": 3, \"1-1\": 3, \"2-0\": 1}", "2-0" },
-        { "{\"0-2\": 1}", "0-2" }, { "{\"0-0\": -1}", "0-0" }, { "{\"0-0\": []}", "0-0" },
-        { "{\"0-0\": [1, \"2\"]}", "0-0" }, { "{\"0-0\": {\"1-1\": 1}, \"0-1\": {}}", "0-0" },
-        { "{\"a\": {}, \"b\": {}}", "layer-head" }, { "{\"0--1\": 1}", "0--1" }, { "{\"-1-0\": 1}", "-1-0" },
-        { "{\"0-0x\": 1}", "0-0x" }, { "{\"00000000000000000-0\": 1}", "000" }, { "[1]", "layer-head" },
-        { "{", "end of the text" }, { "", "byte 0" },
-    };
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+    for (size_t i = 0; i < sizeof file / sizeof *file; i++) {
         char err[512] = "";
-        OWN char *path = temp_text(bad[i][0]);
-        CHECK(!scores_read(path, "inf", 2, 2, err) && strstr(err, bad[i][1]), "%s: %s", bad[i][0], err);
+        OWN char *path = temp_text(file[i].text);
+        OWN double *x = scores_read(path, file[i].key, 2, 2, err);
+        int good = x && x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4;
+        CHECK(file[i].refusal ? !x && strstr(err, file[i].refusal) : good, "%s: %s", file[i].text, err);
     }
     char err[512] = "";
     CHECK(!scores_read("no/such/file", "inf", 2, 2, err) && strstr(err, "no/such/file"), "%s", err);
@@ -3131,17 +3089,19 @@ TEST(dililazy_words, "recall of the answer's words: case and punctuation fold, r
         double got = word_recall(c[i].answer, c[i].text);
         CHECK(fabs(got - c[i].want) < 1e-9, "\"%s\" in \"%s\": %g", c[i].answer, c[i].text, got);
     }
-    int *x = number_list("n", "2:98:3", 0, 100);
-    CHECK(arrlen(x) == 33 && x[0] == 2 && x[32] == 98, "%d depths", (int)arrlen(x));
-    arrfree(x);
-    x = number_list("n", "5,0,5,10:12:1", 0, 100);
-    CHECK(arrlen(x) == 5 && x[0] == 5 && x[1] == 0 && x[4] == 12, "a mix, each once");
-    arrfree(x);
+    static const struct {
+        const char *text;
+        int most, n, at, is, last;
+    } lists[] = { { "2:98:3", 100, 33, 0, 2, 98 }, { "5,0,5,10:12:1", 100, 5, 1, 0, 12 },       // a mix, each once
+                  { "0:200000:2,0:200000:1", 200000, 200001, 100001, 1, 199999 } };
     double t = now();
-    x = number_list("n", "0:200000:2,0:200000:1", 0, 200000);
-    CHECK(arrlen(x) == 200001 && x[100001] == 1 && x[200000] == 199999, "%d", (int)arrlen(x));
+    for (int i = 0; i < 3; i++) {
+        int *x = number_list("n", lists[i].text, 0, lists[i].most);
+        CHECK(arrlen(x) == lists[i].n && x[lists[i].at] == lists[i].is && arrlast(x) == lists[i].last, "%s: %d numbers",
+              lists[i].text, (int)arrlen(x));
+        arrfree(x);
+    }
     CHECK(now() - t < 2, "a list of 200,001 numbers takes %g s", now() - t);
-    arrfree(x);
     const char *bad[] = { "", "x", "5,", "101", "-1", "5:1:1", "1:5:0", "1:5", "5 6", "1,,2" };
     for (int i = 0; i < 10; i++) CHECK(list_dies(bad[i]) == EXIT_USAGE, "\"%s\"", bad[i]);
 }

@@ -98,6 +98,15 @@ static double twin_weight(const Tensor *w, size_t i) {
     return w->dtype == DT_F16 ? f16_to_f32(h[i]) : bf16_to_f32(h[i]);
 }
 
+// The scalar product of two vectors (D), and the length of one.
+static double twin_dot(const double *a, const double *b, int D) {
+    double s = 0;
+    for (int d = 0; d < D; d++) s += a[d] * b[d];
+    return s;
+}
+
+static double twin_length(const double *x, int D) { return sqrt(twin_dot(x, x, D)); }
+
 // y = W x + b; a model may lack b.
 static void twin_linear(double *y, const double *x, const Tensor *w, const Tensor *b) {
     for (int r = 0; r < w->rows; r++) {
@@ -158,10 +167,8 @@ static void twin_probs(Twin *t, int l, int h, int i, const double *q, double *p)
         p[j] = -INFINITY;
         if (!(t->hook.sees ? t->hook.sees(t->hook.u, t, l, h, i, j) : twin_causal(t, l, i, &r[j]))) continue;
         if (mask && !mask[(size_t)i * n + j]) continue;
-        p[j] = 0;
-        for (int d = 0; d < D; d++) p[j] += q[d] * r[j].k[d];
-        p[j] /= sqrt(D);
-        if (p[j] > max) max = p[j];
+        p[j] = twin_dot(q, r[j].k, D) / sqrt(D);
+        max = fmax(max, p[j]);
     }
     for (int j = 0; j < n; j++) {
         p[j] = exp(p[j] - max);
