@@ -912,12 +912,12 @@ TEST(no_memory, "whichever allocation fails, in loading, a chat, an evaluation, 
 // The parts in the order of their floors: the lines that each should have, header and source together, and those that
 // it may have. A part that has become shorter brings the second number down with it.
 static const struct { const char *part; int aim, most; } floors[] = {
-    { "lib/base", 850, 1425 },
-    { "lib/kernels", 1000, 1723 },
-    { "lib/checkpoint", 1000, 1439 },
+    { "lib/base", 850, 1330 },
+    { "lib/kernels", 1000, 1651 },
+    { "lib/checkpoint", 1000, 1378 },
     { "lib/tokenizer", 1200, 1689 },
     { "lib/template", 900, 1452 },
-    { "kvcomp", 6200, 7292 },
+    { "kvcomp", 6200, 7290 },
     { "app/options", 300, 399 },
     { "app/terminal", 400, 662 },
     { "app/trace", 140, 137 },
