@@ -190,8 +190,7 @@ double now(void) {
 
 typedef struct {
     char *p;
-    size_t size;
-    size_t start;               // bytes of all blocks before this one
+    size_t end;                 // bytes of all blocks up to this one, its own included
 } ArenaBlock;
 
 struct Arena {
@@ -202,11 +201,7 @@ struct Arena {
 struct Arena *arena_new(void) { return xcalloc(1, sizeof(struct Arena)); }
 
 // The bytes it holds: what passes have needed at most, and a half of it more.
-size_t arena_bytes(const struct Arena *a) {
-    size_t n = 0;
-    for (int i = 0; i < (int)arrlen(a->block); i++) n += a->block[i].size;
-    return n;
-}
+size_t arena_bytes(const struct Arena *a) { return arrlen(a->block) ? arrlast(a->block).end : 0; }
 
 void arena_free(struct Arena *a) {
     if (!a) return;
@@ -215,27 +210,22 @@ void arena_free(struct Arena *a) {
     free(a);
 }
 
-// Appends a block with room for n bytes. A block is half as large again as what it is for: much of
-// what is asked for grows by a row a step, and would find a block of the exact size too small by one
-// row, every time.
-static void arena_grow(struct Arena *a, size_t n) {
-    ArenaBlock b = { .size = max_size(n + n / 128 * 64, ARENA_BLOCK) };
-    if (arrlen(a->block)) b.start = arrlast(a->block).start + arrlast(a->block).size;
-    b.p = NO_ALLOCATION ? NULL : aligned_alloc(64, b.size);
-    if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a smaller -b needs less)", b.size);
-    arrput(a->block, b);
-}
-
-// `bytes` bytes of the arena, 64-byte aligned, in the first block with room behind what is handed out.
+// `bytes` bytes of the arena, 64-byte aligned, in the first block with room behind what is handed out. A new block is
+// half as large again as what it is for: much of what is asked for grows by a row a step, and would find a block of
+// the exact size too small by one row, every time.
 void *arena_take(struct Arena *a, size_t bytes) {
-    size_t n = max_size((bytes + 63) & ~(size_t)63, 64);
-    for (int i = 0; ; i++) {
-        if (i == (int)arrlen(a->block)) arena_grow(a, n);
-        const ArenaBlock *b = &a->block[i];
-        size_t at = max_size(a->used, b->start);
-        if (at + n > b->start + b->size) continue;
+    size_t n = max_size((bytes + 63) & ~(size_t)63, 64), start = 0;
+    for (int i = 0; ; start = a->block[i++].end) {
+        if (i == (int)arrlen(a->block)) {
+            size_t size = max_size(n + n / 128 * 64, ARENA_BLOCK);
+            ArenaBlock b = { NO_ALLOCATION ? NULL : aligned_alloc(64, size), start + size };
+            if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a smaller -b needs less)", size);
+            arrput(a->block, b);
+        }
+        size_t at = max_size(a->used, start);
+        if (at + n > a->block[i].end) continue;
         a->used = at + n;
-        return b->p + (at - b->start);
+        return a->block[i].p + (at - start);
     }
 }
 
@@ -258,10 +248,7 @@ static int path_descriptor(const char *path) {
 
 // What a file that is no regular one is.
 static const char *file_kind(mode_t mode) {
-    if (S_ISDIR(mode)) return "a folder";
-    if (S_ISFIFO(mode)) return "a FIFO";
-    if (S_ISSOCK(mode)) return "a socket";
-    return "a device";
+    return S_ISDIR(mode) ? "a folder" : S_ISFIFO(mode) ? "a FIFO" : S_ISSOCK(mode) ? "a socket" : "a device";
 }
 
 // Opens a regular file for reading, and describes it in *st. A FIFO, a device, a socket or a folder
@@ -338,10 +325,7 @@ char *read_plain_text(const char *path, size_t *size, char err[256]) {
 }
 
 // 1: there is something at `path`, a file or a folder.
-int file_exists(const char *path) {
-    struct stat st;
-    return stat(path, &st) == 0;
-}
+int file_exists(const char *path) { return !access(path, F_OK); }
 
 // ---- a hash
 enum { HASH_SUMS = 8, HASH_STEP = 64 };     // words that are taken together, and their bytes

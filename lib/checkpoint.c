@@ -1079,8 +1079,9 @@ static int weights_read(Weights *w, Config *c, char err[512]) {
 
 // All tensors are there: sets w->bytes to the sum over them, c->dtype to the dtype that most bytes have, and the head
 // of a tied output.
-static void weights_done(Weights *w, Config *c) {
+static void weights_count(Weights *w, Config *c) {
     size_t by[4] = { 0 };       // bytes by DT_*
+    w->bytes = 0;
     for (Place p = {0}; tensor_next(c, w, &p); )
         if (p.t->data) by[p.t->dtype] += tensor_bytes(p.t);
     c->dtype = DT_BF16;
@@ -1127,7 +1128,7 @@ Weights *weights_load(Config *c) {
     w->known[0] = w->embed;
     w->known[1] = w->layer[0].wq;
     if (c->as_q8) q8_weights(w, c);
-    weights_done(w, c);
+    weights_count(w, c);
     return w;
 }
 
@@ -1182,7 +1183,7 @@ Weights *weights_synthetic(Config *c, uint64_t seed) {
     }
     w->known[0] = w->embed;
     w->known[1] = w->layer[0].wq;
-    weights_done(w, c);
+    weights_count(w, c);
     return w;
 }
 

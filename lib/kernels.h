@@ -221,13 +221,13 @@ typedef struct {
 } KernelBlock;
 
 // Kinds of products beside those of DT_* and ROWS_Q8: w and x of bf16, in pairs, and the same by AVX-512 BF16.
-enum { PAIRS = ROWS_Q8 + 1, PAIRS_BF16, KINDS };
+enum { PAIRS = ROWS_Q8 + 1, PAIRS_BF16, PRODUCT_KINDS };
 
 // The kernels of one instruction set. NULL: not in this set.
 typedef struct {
     const char *name;
-    void (*dots[KINDS])(const KernelBlock *a);
-    void (*mix[KINDS])(const KernelBlock *a);   // w: DT_F32, DT_F16, DT_BF16, ROWS_Q8
+    void (*dots[PRODUCT_KINDS])(const KernelBlock *a);
+    void (*mix[PRODUCT_KINDS])(const KernelBlock *a);       // w: DT_F32, DT_F16, DT_BF16, ROWS_Q8
     float (*whole)(int16_t *t, const float *x, int n, float most, float least);
     void (*whole_blocks)(int16_t *t, float *unit, const float *x, int n);       // for dots[DT_Q8]
     void (*widen[3])(float *dst, const void *src, size_t n);

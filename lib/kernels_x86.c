@@ -194,30 +194,20 @@ typedef struct {
 // Steps of TILE_COLS columns; the last may be shorter.
 static int tile_steps(int cols) { return (cols + TILE_COLS - 1) / TILE_COLS; }
 
-// to (terms,TILE,TILE_COLS): row t of each = the terms of x (n).
-INLINE void split_row(uint16_t (*to)[TILE][TILE_COLS], int t, const float *x, int n, int terms) {
-    float rest[TILE_COLS];
-    memcpy(rest, x, (size_t)n * sizeof *rest);
-    for (int q = 0; q < terms; q++) {
-        uint16_t *term = to[q][t];
-        for (int i = 0; i < n; i++) {
-            term[i] = bf16_nearest(rest[i]);
-            rest[i] -= bf16_to_f32(term[i]);
-        }
-    }
-}
-
 // to (steps,terms,TILE,columns,2) = m <= columns rows of x, ldx apart, of n columns, step by step. Missing rows
 // and columns are zeros.
-static void tile_terms(uint16_t *to, const float *x, size_t ldx, int m, int n, int columns,
-                              int terms) {
-    uint16_t part[3][TILE][TILE_COLS] __attribute__((aligned(64)));
+static void tile_terms(uint16_t *to, const float *x, size_t ldx, int m, int n, int columns, int terms) {
+    uint16_t part[3][TILE][TILE_COLS] __attribute__((aligned(64))) = {0};
     for (int k = 0; k < n; k += TILE_COLS) {
-        int cols = min_int(n - k, TILE_COLS);
-        if (m < columns || cols < TILE_COLS) memset(part, 0, sizeof part);
         for (int t = 0; t < m; t++) {
-            if (cols == TILE_COLS) split_row(part, t, x + t * ldx + k, TILE_COLS, terms);
-            else split_row(part, t, x + t * ldx + k, cols, terms);
+            float rest[TILE_COLS] = {0};
+            if (n - k >= TILE_COLS) memcpy(rest, x + t * ldx + k, sizeof rest);
+            else memcpy(rest, x + t * ldx + k, (size_t)(n - k) * sizeof *rest);
+            for (int q = 0; q < terms; q++)
+                for (int i = 0; i < TILE_COLS; i++) {
+                    uint16_t term = part[q][t][i] = bf16_nearest(rest[i]);
+                    rest[i] -= bf16_to_f32(term);
+                }
         }
         for (int q = 0; q < terms; q++, to += TILE_COLS * columns) {
             if (columns == TILE) tile_turn(to, part[q]);
