@@ -1307,22 +1307,20 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
 
 // ---- decode: one query a head, through the views
 // Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all, in
-// `chunks` chunks, of which the first is item `first` of a step.
+// `chunks` chunks.
 typedef struct {
-    int g, h0, m, n;
-    int first, chunks;
+    int g, h0, m, n, chunks;
 } DecodeGroup;
 
 // out (H) = the groups of layer l -> how many.
 static int decode_groups(Session *s, int l, DecodeGroup *out) {
-    int R = s->c->H / s->c->G, n = 0, items = 0;
+    int R = s->c->H / s->c->G, n = 0;
     for (int h = 0; h < s->c->H; ) {
         int g = h / R, h0 = h++;
         while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
         const View *w = kv_view(s, l, h0);
-        int rows = w->n + kv_head(s, l, g)->len - w->tail, chunks = (rows + KV_CHUNK - 1) / KV_CHUNK;
-        out[n++] = (DecodeGroup){ g, h0, h - h0, rows, items, chunks };
-        items += chunks;
+        int rows = w->n + kv_head(s, l, g)->len - w->tail;
+        out[n++] = (DecodeGroup){ g, h0, h - h0, rows, (rows + KV_CHUNK - 1) / KV_CHUNK };
     }
     return n;
 }
@@ -1339,15 +1337,15 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
     size_t mark = scratch_mark(s), chunk = Q_BLOCK * ((size_t)D + 2);
 
     DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
-    int n_groups = decode_groups(s, l, group), items = group[n_groups - 1].first + group[n_groups - 1].chunks;
-    float *part = scratch(s, (size_t)items * chunk * sizeof(float));
+    int n_groups = decode_groups(s, l, group), most = (kv_longest(s, l) + KV_CHUNK - 1) / KV_CHUNK;
+    float *part = scratch(s, n_groups * most * chunk * sizeof(float));
     Tile *tiles = tiles_new(s);
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)H * kv_longest(s, l) * D))
-    for (int item = 0; item < items; item++) {
-        const DecodeGroup *d = group;
-        while (item >= d->first + d->chunks) d++;
+    for (int item = 0; item < n_groups * most; item++) {
+        const DecodeGroup *d = &group[item / most];
+        int p0 = item % most * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, d->n);
         Tile *t = &tiles[thread_id()];
-        int p0 = (item - d->first) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, d->n);
+        if (p0 >= d->n) continue;
         tile_queries(s, t, q, NULL, 0, 1, s->base, d->h0, d->m);
         attend_chunk(s, l, kv_head(s, l, d->g), kv_view(s, l, d->h0), t, 0, p0, p1, part + item * chunk);
     }
@@ -1355,7 +1353,7 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
     for (const DecodeGroup *d = group; d < group + n_groups; d++) {
         KVHead *hd = kv_head(s, l, d->g);
         for (int i = 0; i < d->m; i++)
-            chunks_join(tiles, i, part + d->first * chunk, chunk, d->chunks, D, out + (size_t)(d->h0 + i) * D);
+            chunks_join(tiles, i, part + (d - group) * most * chunk, chunk, d->chunks, D, out + (size_t)(d->h0 + i) * D);
         double bytes_a_row = (double)head_row_bytes(s, hd) / (hd->packed + hd->cap);
         s->clk.bytes_attended += (double)d->n * bytes_a_row;
         if (!hd->mass) continue;
@@ -1415,18 +1413,18 @@ static void column_queries(const Session *s, const Columns *c) {
 
 // A chunk is rows chunk * COLUMN_CHUNK .. column_end - 1.
 static int column_end(const Columns *c, int chunk) {
-    int from = chunk * COLUMN_CHUNK;
-    return from + min_int(COLUMN_CHUNK, c->hd->len - from);
+    return min_int((chunk + 1) * COLUMN_CHUNK, c->hd->len);
 }
 
 // Step 1 for a chunk: masked scores and their exponentials, with a running maximum and sum.
 static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) {
     int D = s->c->D, m = c->m, to = column_end(c, chunk);
+    float *max = c->max + (size_t)chunk * m, *sum = c->sum + (size_t)chunk * m;
     t->m = m;
     for (int j = 0; j < m; j++) {
         t->tok[j] = c->tok0 + j % c->n;
-        t->max[j] = -INFINITY;
-        t->sum[j] = 0;
+        max[j] = -INFINITY;
+        sum[j] = 0;
     }
     for (int r = chunk * COLUMN_CHUNK; r < to; r += COLUMN_TILE) {
         int n = min_int(COLUMN_TILE, to - r);
@@ -1436,11 +1434,9 @@ static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) 
         Ahead next = tile_ahead(s, c->hd, OF_K, r + n, min_int(n, to - r - n));
         mix_of(x, t->kv, c->x, DT_F32, n, D, m, 0, next);
         mask_tile(s, c->l, c->hd, t, x, 1, (size_t)m);
-        softmax_columns(x, n, m, t->max, t->sum);
-        memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
+        softmax_columns(x, n, m, max, sum);
+        memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, max, (size_t)m * sizeof *max);
     }
-    memcpy(c->max + (size_t)chunk * m, t->max, (size_t)m * sizeof *c->max);
-    memcpy(c->sum + (size_t)chunk * m, t->sum, (size_t)m * sizeof *c->sum);
 }
 
 // Step 2: for every column the maximum over all chunks, and 1 / (w sum).
@@ -1477,47 +1473,39 @@ static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add
     }
 }
 
-// The three steps for the block of queries in c, shared out among threads by chunks -> score
-// (lists,N); add 1: += that.
-static void column_block(Session *s, const Columns *c, Tile *tiles, int w, int lists, int add,
-                         float *score, size_t N) {
-    int len = c->hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK;
-    column_queries(s, c);
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)c->m * len * s->c->D))
-    for (int k = 0; k < chunks; k++) column_exps(s, c, &tiles[thread_id()], k);
-    columns_join(c, chunks, w);
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)c->m * len * s->c->D))
-    for (int k = 0; k < chunks; k++) column_sums(c, &tiles[thread_id()], k, lists, add, score, N);
-    for (int k = 0; k < lists; k++) memset(score + k * N + len, 0, (N - len) * sizeof *score);
-}
-
 // q (w,H,D), of the tokens from tok0 on -> score (G lists,N), N = kv_longest(s,l); rows behind the
-// end of a shorter head are 0.
+// end of a shorter head are 0. Threads share the rows of a KV head, chunk by chunk.
 static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score) {
-    int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D;
-    int per = Q_BLOCK / R;                  // queries of a head in a block
-    int blocks = (w + per - 1) / per;
+    int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, per = Q_BLOCK / R;    // queries of a head in a block
     size_t mark = scratch_mark(s), N = kv_longest(s, l), most = R * min_int(w, per);
-    size_t chunks = N / COLUMN_CHUNK + 1, f = sizeof(float);
+    size_t all_chunks = N / COLUMN_CHUNK + 1, f = sizeof(float);
     Tile *tiles = tiles_new(s);
     Columns c = {
         .l   = l,
         .x   = scratch(s, D * most * f),
         .e   = scratch(s, N * most * f),
         .top = scratch(s, (N / COLUMN_TILE + 1) * most * f),
-        .max = scratch(s, chunks * most * f),
-        .sum = scratch(s, chunks * most * f),
+        .max = scratch(s, all_chunks * most * f),
+        .sum = scratch(s, all_chunks * most * f),
     };
-    for (int b = 0; b < blocks; b++)
+    for (int first = 0; first < w; first += per)
         for (int g = 0; g < G; g++) {
-            int first = b * per;
+            float *to = score + (size_t)g * lists * N;
             c.g = g;
             c.hd = kv_head(s, l, g);
             c.n = min_int(per, w - first);
             c.m = R * c.n;
             c.q = q + (size_t)first * H * D;
             c.tok0 = tok0 + first;
-            column_block(s, &c, tiles, w, lists, b > 0, score + (size_t)g * lists * N, N);
+            int len = c.hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK;
+            int shared = worth_threads((size_t)c.m * len * D);
+            column_queries(s, &c);
+            #pragma omp parallel for schedule(static) if (shared)
+            for (int k = 0; k < chunks; k++) column_exps(s, &c, &tiles[thread_id()], k);
+            columns_join(&c, chunks, w);
+            #pragma omp parallel for schedule(static) if (shared)
+            for (int k = 0; k < chunks; k++) column_sums(&c, &tiles[thread_id()], k, lists, first > 0, to, N);
+            for (int k = 0; k < lists; k++) memset(to + k * N + len, 0, (N - len) * f);
         }
     scratch_reset(s, mark);
 }
@@ -1902,15 +1890,11 @@ int refuse(Session *s, const char *fmt, ...) {
 // Options: --budget B, --sink, --streaming-rerotate. The method `window` is the same without sinks.
 
 typedef struct {
-    int sink;                   // first rows that are always kept
-    int rerotate;               // 1: a row's position becomes its place in the cache
+    int sink;                   // first rows that are always kept; of `window` none
 } Streaming;
 
-// Reads the options of `window`: there are no sinks, so any budget is legal.
 static int window_open(Session *s, void *ms) {
-    Streaming *x = ms;
-    x->rerotate = opt_int(s->opt, "streaming-rerotate");
-    if (x->rerotate && s->c->windowed)
+    if (opt_int(s->opt, "streaming-rerotate") && s->c->windowed)
         return refuse(s, "--streaming-rerotate: this model's sliding windows count original positions");
     return 0;
 }
@@ -1918,20 +1902,19 @@ static int window_open(Session *s, void *ms) {
 static int streaming_open(Session *s, void *ms) {
     Streaming *x = ms;
     x->sink = sinks(s, 4);
-    if (window_open(s, ms)) return -1;
     if (s->ratio < 0 && s->budget <= x->sink)
         return refuse(s, "--budget %d leaves no recent row beside --sink %d", s->budget, x->sink);
-    return 0;
+    return window_open(s, ms);
 }
 
 // Drops rows of layer l when a pass is over: as many as a prefill left too many, or the oldest one behind the sinks
 // after a decode step. Every head holds the same rows.
 static void streaming_commit(Session *s, void *ms, int l, const float *q, int T) {
     Streaming *x = ms;
-    int B = budget_now(s), sink = min_int(x->sink, B);
+    int B = budget_now(s), sink = min_int(x->sink, B), rerotate = opt_int(s->opt, "streaming-rerotate");
     if (s->n_tok <= B) return;                          // D10
     if (l == s->c->L) {                                 // the pass is over: the next token stands behind the rows
-        if (x->rerotate) s->pos_next = kv_longest(s, 0);
+        if (rerotate) s->pos_next = kv_longest(s, 0);
         return;
     }
 
@@ -1939,7 +1922,7 @@ static void streaming_commit(Session *s, void *ms, int l, const float *q, int T)
     for (int r = 0; r < N; r++)
         if (r < sink || r >= N - (B - sink)) keep[n++] = r;
     kv_keep(s, l, keep, 0, &n);                         // one list for all heads
-    for (int g = 0; g < s->c->G && x->rerotate; g++)
+    for (int g = 0; g < s->c->G && rerotate; g++)
         for (int r = 0; r < n; r++) kv_repos(s, l, g, r, r);
 }
 
@@ -2373,8 +2356,6 @@ const Method h2o_method = {
 enum { FUTURE = 512 };          // positions Rbar is the mean of
 
 typedef struct {
-    int sink;                   // --sink
-    float epsilon;              // --ea-epsilon
     long *n;                    // (L) queries counted
     double *sum;                // (L,H,D) sum of q, (L,H,D,D) sum of q q^T; the first prefill makes it, where q lies
 } Expected;
@@ -2382,10 +2363,8 @@ typedef struct {
 // Reads the options. Returns 0, or -1 with the reason in s->err.
 static int expected_open(Session *s, void *ms) {
     Expected *x = ms;
-    x->sink = sinks(s, 4);
-    x->epsilon = (float)opt_real(s->opt, "ea-epsilon");
-    if (s->ratio < 0 && s->budget <= x->sink)
-        return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
+    if (s->ratio < 0 && s->budget <= sinks(s, 4))
+        return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, sinks(s, 4));
     x->n = xcalloc(s->c->L, sizeof(long));
     return 0;
 }
@@ -2427,15 +2406,15 @@ static void moments_add(const Session *s, double *sum, double *outer, const floa
 static void expected_project(Session *s, void *ms, int l, const float *q, const float *k,
                              const float *v, int t0, int n) {
     Expected *x = ms;
-    int H = s->c->H, D = s->c->D;
+    int H = s->c->H, D = s->c->D, sink = sinks(s, 4);
     size_t all = (size_t)s->c->L * H * D, bytes = all * (D + 1) * sizeof(double);
     if (s->decoding) return;
     if (!x->sum) x->sum = KV_DEV(s) ? (double *)near_zero_cuda(bytes) : xcalloc(1, bytes);
     for (int t = 0; t < n; t++)
-        if (s->tok[s->base + t0 + t].pos >= x->sink) x->n[l]++;
+        if (s->tok[s->base + t0 + t].pos >= sink) x->n[l]++;
     double *sum = x->sum + (size_t)l * H * D, *outer = x->sum + all + (size_t)l * H * D * D;
-    if (KV_DEV(s)) moments_add_cuda(s, sum, outer, q, t0, n, x->sink);
-    else moments_add(s, sum, outer, q, t0, n, x->sink);
+    if (KV_DEV(s)) moments_add_cuda(s, sum, outer, q, t0, n, sink);
+    else moments_add(s, sum, outer, q, t0, n, sink);
 }
 
 // Rbar, as cs (D): for the D/2 frequencies the means of cos over the next FUTURE positions, then
@@ -2523,25 +2502,25 @@ static void expected_scores(Session *s, int l, const float *mu, const float *cov
 // The end of a prefill: every KV head of layer l keeps its sinks and the candidates with the best
 // scores, B in all.
 static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Expected *x = ms;
-    int B = budget_now(s), H = s->c->H, D = s->c->D, G = s->c->G, R = H / G;
+    int B = budget_now(s), H = s->c->H, D = s->c->D, G = s->c->G, R = H / G, sink = sinks(s, 4);
+    float epsilon = (float)opt_real(s->opt, "ea-epsilon");
     if (!snap_due(s, l, B)) return;
     size_t N = kv_longest(s, l), HD = (size_t)H * D, f = sizeof(float);
     float *mu = scratch(s, HD * (D + 1) * f), *cov = mu + HD;
     float *z = scratch(s, H * N * f), *score = scratch(s, G * N * f), *square = scratch(s, G * N * f);
-    expected_queries(s, x, l, mu, cov);
+    expected_queries(s, ms, l, mu, cov);
     expected_scores(s, l, mu, cov, z, square, N);
     for (int g = 0; g < G; g++, score += N, square += N) {
         const KVHead *hd = kv_head(s, l, g);
         int first = 0, n = hd->len;
-        for (; first < n && hd->src[first] < x->sink; first++) score[first] = INFINITY;     // the first rows stay
+        for (; first < n && hd->src[first] < sink; first++) score[first] = INFINITY;     // the first rows stay
         for (int r = 0; r < R; r++) {
             float *p = z + (g * R + r) * N, sum = 0;
             exp_shift(p + first, max_f32(p + first, n - first), n - first, &sum);
             for (int c = first; c < n; c++) p[c] /= sum;                                    // softmax_c(z)
         }
         join_heads(score + first, z + g * R * N + first, n - first, N, R);
-        for (int c = first; c < n; c++) score[c] = (score[c] + x->epsilon) * sqrtf(square[c]);      // score_c
+        for (int c = first; c < n; c++) score[c] = (score[c] + epsilon) * sqrtf(square[c]);      // score_c
     }
     keep_best(s, l, score - G * N, B);
 }
