@@ -224,31 +224,25 @@ int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
     return n;
 }
 
-// q (n,H,D), k and v (n,G,D) of n tokens x (n,C):  h = norm(x);  q = W_q h + b_q, and so on. Some models norm
-// every head of q and k, too (Qwen3).
-static void project_rows(const Session *s, const Layer *y, const float *x, float *h,
-                         float *q, float *k, float *v, int n) {
+// q (n,H,D), k and v (n,G,D) of tokens t0 .. t1-1 of the pass, block by block:  h = norm(x);  q = W_q h + b_q, and so
+// on. Some models norm every head of q and k, too (Qwen3).
+static void project_rows(Session *s, int l, Pass *r, int t0, int t1) {
     const Config *c = s->c;
-    rmsnorm(h, x, &y->attn_norm, n, c->C, c->eps);
-    matmul(q, h, &y->wq, n);
-    matmul(k, h, &y->wk, n);
-    matmul(v, h, &y->wv, n);
-    add_bias(q, &y->bq, n);
-    add_bias(k, &y->bk, n);
-    add_bias(v, &y->bv, n);
-    if (y->q_norm.data) rmsnorm(q, q, &y->q_norm, n * c->H, c->D, c->eps);
-    if (y->k_norm.data) rmsnorm(k, k, &y->k_norm, n * c->G, c->D, c->eps);
-}
-
-// The same for tokens t0 .. t1-1 of the pass, block by block: q, k and v of the span.
-static void project_span(Session *s, int l, Pass *r, int t0, int t1) {
-    size_t C = s->c->C, HD = (size_t)s->c->H * s->c->D, GD = (size_t)s->c->G * s->c->D;
+    size_t C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     for (int t = t0, n; t < t1; t += n) {
         const Layer *y;
-        size_t i = t - t0;
+        float *q = r->q + (t - t0) * HD, *k = r->k + (t - t0) * GD, *v = r->v + (t - t0) * GD;
         pass_poll(s);
         n = same_weights(s, t, t1, &y, l);
-        project_rows(s, y, r->x + t * C, r->h, r->q + i * HD, r->k + i * GD, r->v + i * GD, n);
+        rmsnorm(r->h, r->x + t * C, &y->attn_norm, n, c->C, c->eps);
+        matmul(q, r->h, &y->wq, n);
+        matmul(k, r->h, &y->wk, n);
+        matmul(v, r->h, &y->wv, n);
+        add_bias(q, &y->bq, n);
+        add_bias(k, &y->bk, n);
+        add_bias(v, &y->bv, n);
+        if (y->q_norm.data) rmsnorm(q, q, &y->q_norm, n * c->H, c->D, c->eps);
+        if (y->k_norm.data) rmsnorm(k, k, &y->k_norm, n * c->G, c->D, c->eps);
     }
 }
 
@@ -268,39 +262,32 @@ static void add_to(float *x, const float *y, size_t n) {
     for (size_t i = 0; i < n; i++) x[i] += y[i];
 }
 
-// x (n,C) += W_o out, where out (n,H,D) is what attention made. h (n,C) is room.
-static void output_rows(const Session *s, const Layer *y, float *x, const float *out, float *h,
-                        int n) {
-    matmul(h, out, &y->wo, n);
-    add_bias(h, &y->bo, n);
-    add_to(x, h, (size_t)n * s->c->C);
-}
-
-// x (n,C) += W_down (silu(W_gate h) * W_up h), where h = norm(x). Room: h (n,C), gate and up (n,F).
-static void mlp_rows(const Session *s, const Layer *y, float *x, float *h, float *gate, float *up,
-                     int n) {
+// The output product of attention and the MLP, for the tokens from .. t1-1, block by block. The span in r begins with
+// token t0:
+//   x += W_o out, where out (n,H,D) is what attention made
+//   x += W_down (silu(W_gate h) * W_up h), where h = norm(x)
+static void mlp_rows(Session *s, int l, Pass *r, int t0, int from, int t1) {
     const Config *c = s->c;
-    rmsnorm(h, x, &y->mlp_norm, n, c->C, c->eps);
-    matmul(gate, h, &y->gate, n);
-    add_bias(gate, &y->bgate, n);
-    matmul(up, h, &y->up, n);
-    add_bias(up, &y->bup, n);
-    swiglu(gate, up, (size_t)n * c->F);
-    matmul(h, gate, &y->down, n);
-    add_bias(h, &y->bdown, n);
-    add_to(x, h, (size_t)n * c->C);
-}
-
-// Both for the tokens from .. t1-1, block by block. The span in r begins with token t0.
-static void mlp_span(Session *s, int l, Pass *r, int t0, int from, int t1) {
-    size_t C = s->c->C, HD = (size_t)s->c->H * s->c->D;
+    size_t C = c->C, HD = (size_t)c->H * c->D;
+    float *h = r->h, *gate = r->gate, *up = r->up;
     for (int t = from, n; t < t1; t += n) {
         const Layer *y;
         float *x = r->x + t * C;
         pass_poll(s);
         n = same_weights(s, t, t1, &y, l);
-        output_rows(s, y, x, r->out + (t - t0) * HD, r->h, n);
-        mlp_rows(s, y, x, r->h, r->gate, r->up, n);
+        matmul(h, r->out + (t - t0) * HD, &y->wo, n);
+        add_bias(h, &y->bo, n);
+        add_to(x, h, n * C);
+
+        rmsnorm(h, x, &y->mlp_norm, n, c->C, c->eps);
+        matmul(gate, h, &y->gate, n);
+        add_bias(gate, &y->bgate, n);
+        matmul(up, h, &y->up, n);
+        add_bias(up, &y->bup, n);
+        swiglu(gate, up, (size_t)n * c->F);
+        matmul(h, gate, &y->down, n);
+        add_bias(h, &y->bdown, n);
+        add_to(x, h, n * C);
     }
 }
 
@@ -393,7 +380,7 @@ float *forward(Session *s, const Token *in, int T) {
             t1 = span_end(s, t0, T);
 
             // Queries, keys and values of the span. The project hook sees them unrotated.
-            project_span(s, l, &r, t0, t1);
+            project_rows(s, l, &r, t0, t1);
             watch(s, WATCH_KEYS, l, r.k);
             if (layer_acts(s, l))
                 EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t0, t1 - t0);
@@ -409,7 +396,7 @@ float *forward(Session *s, const Token *in, int T) {
 
             // Output product and MLP, each added to x. The last layer needs the last token only.
             int from = l < c->L - 1 ? t0 : T - 1;
-            mlp_span(s, l, &r, t0, from, t1);
+            mlp_rows(s, l, &r, t0, from, t1);
         }
     }
 
@@ -1256,23 +1243,6 @@ static int last_visible(const Session *s, const KVHead *hd, int tok0, int last_t
     return n;
 }
 
-// Attention of the R heads of group g for n tokens, from the i0-th of q, out (..,H,D) on; the 0-th
-// is token tok0. part: room for all chunks of a tile.
-static void prefill_block(Session *s, int l, int g, float *out, const float *q, int i0, int n,
-                          int tok0, Tile *t, float *part) {
-    int D = s->c->D, H = s->c->H, R = H / s->c->G;
-    size_t chunk = Q_BLOCK * ((size_t)D + 2);
-    KVHead *hd = kv_head(s, l, g);
-    int n_rows = last_visible(s, hd, tok0 + i0, tok0 + i0 + n - 1), chunks = 0;
-
-    tile_queries(s, t, q, NULL, i0, n, tok0, g * R, R);
-    for (int r = 0; r < n_rows; r += KV_CHUNK, chunks++)
-        attend_chunk(s, l, hd, &every_row, t, 1, r, min_int(r + KV_CHUNK, n_rows), part + chunks * chunk);
-    for (int i = 0; i < t->m; i++)
-        chunks_join(t, i, part, chunk, chunks, D, out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D);
-    if (hd->mass) add_mass(s, l, hd, &every_row, t, n_rows);
-}
-
 // Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the mask lets
 // them see. q, out (n,H,D).
 void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) {
@@ -1280,12 +1250,12 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
         attn_prefill_cuda(s, l, out, q, t0, n);
         return;
     }
-    int D = s->c->D, H = s->c->H, G = s->c->G;
-    int per = Q_BLOCK / (H / G);            // tokens of a block
+    int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G;
+    int per = Q_BLOCK / R;                  // tokens of a block
     int blocks = (n + per - 1) / per;       // of a group
-    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    size_t mark = scratch_mark(s), N = kv_longest(s, l), chunk = Q_BLOCK * ((size_t)D + 2);
+    size_t room = (N / KV_CHUNK + 1) * chunk;                       // for the chunks of one block
     Tile *tiles = tiles_new(s);
-    size_t room = (N / KV_CHUNK + 1) * Q_BLOCK * ((size_t)D + 2);   // for the chunks of one block
     float *parts = scratch(s, (size_t)n_threads() * room * sizeof(float));
 
     // A thread takes one block of one group at a time. Where a head's mass is summed, it takes all
@@ -1296,10 +1266,17 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
         int g = item % G, first = item / G * at_once;
         Tile *t = &tiles[thread_id()];
         float *part = parts + thread_id() * room;
-        for (int b = first; b < first + at_once; b++) {
-            int i0 = b * per;
+        KVHead *hd = kv_head(s, l, g);
+        for (int i0 = first * per; i0 < min_int((first + at_once) * per, n); i0 += per) {
+            int tokens = min_int(per, n - i0), tok0 = s->base + t0, chunks = 0;
+            int rows = last_visible(s, hd, tok0 + i0, tok0 + i0 + tokens - 1);
             if (pass_unwanted(s)) continue;         // the pass ends behind this attention
-            prefill_block(s, l, g, out, q, i0, min_int(per, n - i0), s->base + t0, t, part);
+            tile_queries(s, t, q, NULL, i0, tokens, tok0, g * R, R);
+            for (int r = 0; r < rows; r += KV_CHUNK, chunks++)
+                attend_chunk(s, l, hd, &every_row, t, 1, r, min_int(r + KV_CHUNK, rows), part + chunks * chunk);
+            for (int i = 0; i < t->m; i++)
+                chunks_join(t, i, part, chunk, chunks, D, out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D);
+            if (hd->mass) add_mass(s, l, hd, &every_row, t, rows);
         }
     }
     scratch_reset(s, mark);
@@ -3113,31 +3090,29 @@ const Method minference_method = {
 
 // ---- pages and their bounds
 typedef struct {
-    int cap;                    // pages that bound has room for
-    char *bound;                // (pages,2D) of each full page max_d, then min_d
-} PageList;
-
-typedef struct {
     int full_layers;            // --full-layers
     int dtype;                  // of the bounds: that of the rows, so that bounds are exact
-    PageList *head;             // (L,G)
+    int *cap;                   // (L) pages that each head's bounds have room for
+    char **bound;               // (L,G) (pages,2D) of each full page max_d, then min_d
 } Quest;
 
 // Reads the options.
 static int quest_open(Session *s, void *ms) {
     Quest *x = ms;
-    const char *rows = s->fk->name;
+    int rows = dtype_in_place(s->fk, s->c->D);
     x->full_layers = opt_int(s->opt, "full-layers");
-    x->dtype = !strcmp(rows, "f16") ? DT_F16 : !strcmp(rows, "bf16") ? DT_BF16 : DT_F32;
-    x->head = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->head);
+    x->dtype = rows == ROWS_Q8 ? DT_F32 : rows;
+    x->cap = xcalloc(s->c->L, sizeof *x->cap);
+    x->bound = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->bound);
     return 0;
 }
 
-// Gives the bounds back. head is NULL when another part has refused to open.
+// Gives the bounds back. There are none when another part has refused to open.
 static void quest_close(Session *s, void *ms) {
     Quest *x = ms;
-    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) near_drop(s, x->head[i].bound);
-    free(x->head);
+    for (int i = 0; x->bound && i < s->c->L * s->c->G; i++) near_drop(s, x->bound[i]);
+    free(x->bound);
+    free(x->cap);
 }
 
 // Bytes of the bounds of one page.
@@ -3176,20 +3151,19 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     int G = s->c->G, from = s->base / PAGE, to = s->n_tok / PAGE;
     size_t per = (size_t)(PAGE + 2) * s->c->D, bytes = bounds_bytes(s, x);
     if (l == s->c->L || l < x->full_layers || from == to) return;
-    for (PageList *a = &x->head[l * G]; a < &x->head[(l + 1) * G]; a++) {
-        int cap = quest_cap(to);
-        if (to <= a->cap) continue;
+    char **bound = x->bound + l * G;
+    if (to > x->cap[l]) {
+        int old = x->cap[l];
         s->changes++;                           // a device was told where the bounds lie, and they may move
-        a->bound = near_grow(s, a->bound, a->cap * bytes, cap * bytes);
-        a->cap = cap;
+        x->cap[l] = quest_cap(to);
+        for (int g = 0; g < G; g++) bound[g] = near_grow(s, bound[g], old * bytes, x->cap[l] * bytes);
     }
     float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
     #pragma omp parallel for schedule(static) if (!s->decoding && !KV_DEV(s))
     for (int g = 0; g < G; g++) {
-        char *bound = x->head[l * G + g].bound;
-        if (KV_DEV(s)) page_bounds_cuda(s, l, g, bound, from, to, x->dtype);
+        if (KV_DEV(s)) page_bounds_cuda(s, l, g, bound[g], from, to, x->dtype);
         for (int p = from; p < to && !KV_DEV(s); p++)
-            page_bounds(s, x, kv_head(s, l, g), p, room + thread_id() * per, bound + p * bytes);
+            page_bounds(s, x, kv_head(s, l, g), p, room + thread_id() * per, bound[g] + p * bytes);
     }
 }
 
@@ -3225,7 +3199,7 @@ static void quest_choose(Session *s, const Quest *x, int l, const float *q, int 
     for (int g = 0; g < G; g++) {
         float *ug = u + (size_t)g * pages;
         int *page = rows_of + (size_t)g * best * (PAGE + 1), *rows = page + best;
-        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, room + thread_id() * per, ug);
+        page_scores(x, x->bound[l * G + g], pages, q + (size_t)g * R * D, R, D, room + thread_id() * per, ug);
         int n = top_k(ug, pages, best, page) * PAGE;
         for (int i = 0; i < n; i++) rows[i] = page[i / PAGE] * PAGE + i % PAGE;
         view_group(s, l, g, rows, n, pages * PAGE);
@@ -3252,13 +3226,9 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
     if (l < x->full_layers || s->n_tok <= quest_dense(s)) return;
     double t0 = now();
     float *u = scratch(s, (size_t)G * pages * sizeof *u);
-    if (KV_DEV(s)) {
-        const char *bound[MAX_G];
-        for (int g = 0; g < G; g++) bound[g] = x->head[l * G + g].bound;
-        quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype, traced(s, l) ? u : NULL);
-    } else {
-        quest_choose(s, x, l, q, pages, best, u);
-    }
+    const char *const *bound = (const char *const *)x->bound + l * G;
+    if (KV_DEV(s)) quest_select_cuda(s, l, bound, pages, x->cap[l], best, q, x->dtype, traced(s, l) ? u : NULL);
+    else quest_choose(s, x, l, q, pages, best, u);
     for (int g = 0; g < G && traced(s, l); g++)
         trace_f32(s, u + (size_t)g * pages, pages, 0, "layer%02d.head%02d.quest.scores", l, g);
     timed(&s->clk.index, t0);
@@ -3268,7 +3238,7 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
 static size_t quest_bytes(const Session *s, const void *ms) {
     const Quest *x = ms;
     size_t n = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->head[i].cap * bounds_bytes(s, x);
+    for (int l = 0; l < s->c->L; l++) n += s->c->G * x->cap[l] * bounds_bytes(s, x);
     return n;
 }
 
@@ -3286,7 +3256,7 @@ static void quest_trace(Session *s, void *ms, int l) {
     size_t numbers = (size_t)n * 2 * D;
     float *bound = scratch(s, numbers * sizeof *bound);
     for (int g = 0; g < s->c->G; g++) {
-        to_f32(bound, near_here(s, x->head[l * s->c->G + g].bound, n * bounds_bytes(s, x)), x->dtype, numbers);
+        to_f32(bound, near_here(s, x->bound[l * s->c->G + g], n * bounds_bytes(s, x)), x->dtype, numbers);
         trace_f32(s, bound, n, 2 * D, "layer%02d.head%02d.quest.bounds", l, g);
     }
 }
