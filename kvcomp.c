@@ -422,7 +422,7 @@ float *forward(Session *s, const Token *in, int T) {
 // once, so that "bytes held" means what it says. Keys are stored rotated.
 //
 // Memory is asked for in steps of KV_STEP rows, so that a decode step rarely allocates; a head on a
-// device that grows gets an eighth more, because growing copies it (rows_grown). Rows
+// device that grows gets an eighth more, because growing copies it (kv_reserve). Rows
 // [0,packed) of a head may be packed at fewer bits (PATS, section 10); all others are raw rows, one
 // format for K and one for V (-ctk, -ctv). In a device session the bytes of rows are device memory,
 // and the functions here call their twins in kvcomp.cu.
@@ -519,21 +519,18 @@ static size_t head_row_bytes(const Session *s, const KVHead *h) {
 // ---- new rows
 enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
 
-// The raw rows that a head which needs `raw` of them gets room for when it grows. On a device a
-// growth copies the head, and the graph of a step is captured anew: there it grows by an eighth, by
-// KV_GROWTH rows at most, and not past the rows that -c allows.
-static int rows_grown(const Session *s, const KVHead *h, int raw) {
-    if (!KV_DEV(s) || !h->cap) return raw;
-    int ctx = opt_int(s->opt, "ctx-size"), most = (ctx ? ctx : s->c->max_pos) - h->packed;
-    return max_int(raw, min_int(h->cap + min_int(h->cap / 8, KV_GROWTH), most));
-}
-
-// Makes room for n more rows in every head of layer l.
+// Makes room for n more rows in every head of layer l. On a device a growth copies the head, and the graph of a step is
+// captured anew: there it grows by an eighth, by KV_GROWTH rows at most, and not past the rows that -c allows.
 void kv_reserve(Session *s, int l, int n) {
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
         int raw = h->len - h->packed + n;
-        if (raw > h->cap) head_reserve(s, h, rows_grown(s, h, raw));
+        if (raw <= h->cap) continue;
+        if (KV_DEV(s) && h->cap) {
+            int ctx = opt_int(s->opt, "ctx-size"), most = (ctx ? ctx : s->c->max_pos) - h->packed;
+            raw = max_int(raw, min_int(h->cap + min_int(h->cap / 8, KV_GROWTH), most));
+        }
+        head_reserve(s, h, raw);
     }
 }
 
@@ -1739,15 +1736,6 @@ void unobserve(Session *s, const Method *m) {
 }
 
 // ---- sessions
-// With -d cuda the session moves to the device. 0, or -1 with the reason in s->err. (-d auto has
-// become cuda or cpu on the command line.)
-static int on_device(Session *s) {
-#ifdef KVCOMP_CUDA
-    if (!strcmp(opt_str(s->opt, "device"), "cuda")) return device_open(s);
-#endif
-    return 0;
-}
-
 // The budget the user asked for. A part's open hook may know better.
 static void budget_options(Session *s) {
     s->budget = opt_int(s->opt, "budget");
@@ -1776,7 +1764,12 @@ Session *session_try(const Config *c, const Weights *w, const Options *o, const 
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
     s->logits = xcalloc(c->V, sizeof(float));
-    if (parts_parse(s, method) || parts_open(s) || on_device(s)) {
+    int bad = parts_parse(s, method) || parts_open(s);
+#ifdef KVCOMP_CUDA
+    // -d auto has become cuda or cpu on the command line.
+    if (!bad && !strcmp(opt_str(o, "device"), "cuda")) bad = device_open(s);
+#endif
+    if (bad) {
         snprintf(err, 512, "%s", s->err);
         session_close(s);
         return NULL;
