@@ -120,22 +120,7 @@ typedef struct {
 } Pass;
 
 // Must the queries of a whole turn be there at once, for an attend hook or the rule?
-static int sees_whole_turn(const Session *s) {
-    int whole = s->rule != VIS_CAUSAL;
-    for (int i = 0; i < s->n_part; i++) whole |= s->part[i].m->attend != NULL;
-    return whole;
-}
-
-// Does the rule or a hook act in a prefill beyond what the model does? Then a part that packs rows
-// waits for the end of the pass, because others read them until then.
-static int turn_hooks(const Session *s) {
-    int acts = sees_whole_turn(s);
-    for (int i = 0; i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        acts |= m->project || (m->commit && m->role != ROLE_STORE);
-    }
-    return acts;
-}
+static int sees_whole_turn(const Session *s) { return s->attends || s->rule != VIS_CAUSAL; }
 
 // Tokens of a span when a turn has several: -b. Attention adds to a row's mass block by block, so
 // with KV_MASS spans are whole blocks; on a device, which adds up a span at once, the turn is one
@@ -1594,13 +1579,6 @@ const float *decode(Session *s, int id) {
 }
 
 // ---- a full context
-// 1: some part of the session drops rows.
-int session_evicts(const Session *s) {
-    int evicts = 0;
-    for (int i = 0; i < s->n_part; i++) evicts |= s->part[i].m->evicts;
-    return evicts;
-}
-
 // When -c allows no more rows, a session whose method drops rows is compressed at once, as at a prefill's
 // end: the last w tokens, whose queries score the rows (Session.queries), are taken back and fed once more
 // as one pass, and that pass ends as every prefill does. Returns how many rows fewer the longest head
@@ -1694,6 +1672,9 @@ static int parts_open(Session *s) {
         s->wants |= m->wants;
         if (m->wants & KV_QUERY) s->queries = 1;
         if (m->rule) s->rule = m->rule;
+        s->attends |= m->attend != NULL;
+        s->evicts |= m->evicts;
+        s->acts |= m->attend || m->rule || m->project || (m->commit && m->role != ROLE_STORE);
         p->ms = xcalloc(1, m->state + 1);
     }
     return parts_begin(s);
@@ -4268,7 +4249,7 @@ static int pats_decide(Pats *x, int T) {
 // layer waits for the end, because that part may read raw rows there.
 static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
     Pats *x = ms;
-    int L = s->c->L, G = s->c->G, end = l == L, late = turn_hooks(s);
+    int L = s->c->L, G = s->c->G, end = l == L, late = s->acts;
     if (!x->b_max) return;
     if (x->decided != s->n_tok) {
         x->due = pats_decide(x, s->n_tok);
@@ -6289,7 +6270,7 @@ static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
         { "the best of the logits", sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f), GPU },
         { "tokens", p->ctx * (sizeof(Token) + sizeof(int)), BOTH },
         { "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s), GPU },
-        { "scores of every row", (turn_hooks(s) ? 4 : 1) * scores, BOTH },              // 4: hooks choose rows by them
+        { "scores of every row", (s->acts ? 4 : 1) * scores, BOTH },              // 4: hooks choose rows by them
         { "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0, BOTH },  // line_batch_cuda
     };
     for (size_t i = 0; i < sizeof room / sizeof *room; i++) {
@@ -6306,7 +6287,7 @@ static void plan_rows(MemoryPlan *p, const Session *s) {
     const Config *c = s->c;
     size_t row = raw_row_bytes(s), heads = (size_t)c->L * c->G;
     int kept = rows_kept(s, p->ctx), raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
-    int by_layer = s->packing && !turn_hooks(s);           // else packing waits for the end of a pass
+    int by_layer = s->packing && !s->acts;           // else packing waits for the end of a pass
     size_t packed = by_layer ? s->packing->plan(s, p->ctx, &raw) : 0;
     size_t held = round_to_step(raw), all = round_to_step(rows_at_once(s, p->ctx));
     size_t others = heads - c->G;
