@@ -1620,8 +1620,10 @@ int method_file(const Method *m, const Config *c, const Options *o, char path[11
     return *given || file_exists(path);
 }
 
-// From "loopserve-p+lychee+pats" to three parts, in the order of the timeline: prefill, select, store. 0, or -1
-// with the reason in s->err: two parts that decide the same thing cannot be combined.
+// From "loopserve-p+lychee+pats" to three parts, each with its state, in the order of the timeline: prefill, select,
+// store; and the session gets what they want together. 0, or -1 with the reason in s->err: two parts that decide the
+// same thing cannot be combined, and --chunk is not for a part that looks at a turn as a whole, at its tokens before the
+// pass or at all its queries at once.
 static int parts_parse(Session *s, const char *spec) {
     static const char *decides[] = {        // by bit of a role
         "the prefill attention", "which rows are kept or read", "how rows are stored",
@@ -1639,9 +1641,18 @@ static int parts_parse(Session *s, const char *spec) {
                 if (p->m->role & m->role & 1 << bit)
                     return refuse(s, "--method=%s: %s and %s cannot be combined, both decide %s", spec,
                                   p->m->name, m->name, decides[bit]);
+        if (s->chunk && (m->enter || m->attend))
+            return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
+        s->wants |= m->wants;
+        if (m->wants & KV_QUERY) s->queries = 1;
+        if (m->rule) s->rule = m->rule;
+        s->attends |= m->attend != NULL;
+        s->evicts |= m->evicts;
+        s->acts |= m->attend || m->rule || m->project || (m->commit && m->role != ROLE_STORE);
+
         int at = s->n_part++;
         for (; at > 0 && m->role < s->part[at - 1].m->role; at--) s->part[at] = s->part[at - 1];
-        s->part[at].m = m;
+        s->part[at] = (Part){ m, xcalloc(1, m->state + 1) };
         name = name[n] ? name + n + 1 : NULL;
     }
     return 0;
@@ -1650,7 +1661,7 @@ static int parts_parse(Session *s, const char *spec) {
 // Opens every part, whose state is all zeros, the last one first: a storage format says how rows are
 // stored, and others ask. The part that has a budget sets it if the user gave none. 0, or -1 with
 // the reason in s->err.
-static int parts_begin(Session *s) {
+static int parts_open(Session *s) {
     for (int i = s->n_part - 1; i >= 0; i--) {
         const Method *m = s->part[i].m;
         if (m->rows && (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv")))
@@ -1662,28 +1673,10 @@ static int parts_begin(Session *s) {
     return 0;
 }
 
-// Gives every part its state, and the session what the parts want together; then opens them. --chunk is refused
-// for a part that looks at a turn as a whole: at its tokens before the pass, or at all its queries at once.
-static int parts_open(Session *s) {
-    EACH_PART(s, p) {
-        const Method *m = p->m;
-        if (s->chunk && (m->enter || m->attend))
-            return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
-        s->wants |= m->wants;
-        if (m->wants & KV_QUERY) s->queries = 1;
-        if (m->rule) s->rule = m->rule;
-        s->attends |= m->attend != NULL;
-        s->evicts |= m->evicts;
-        s->acts |= m->attend || m->rule || m->project || (m->commit && m->role != ROLE_STORE);
-        p->ms = xcalloc(1, m->state + 1);
-    }
-    return parts_begin(s);
-}
-
-// Closes the first n parts of a session. A part has no state if another was refused before it got one.
+// Closes the first n parts of a session.
 static void parts_close(Session *s, int n) {
     for (Part *p = s->part; p < s->part + n; p++) {
-        if (p->ms && p->m->close) p->m->close(s, p->ms);
+        if (p->m->close) p->m->close(s, p->ms);
         free(p->ms);
     }
 }
@@ -1795,7 +1788,7 @@ int session_try_reset(Session *s) {
     fresh.pos_end = fresh.pos_extra = 0;
     budget_options(&fresh);
     for (int i = 0; i < s->n_part; i++) fresh.part[i].ms = xcalloc(1, s->part[i].m->state + 1);
-    int bad = parts_begin(&fresh);
+    int bad = parts_open(&fresh);
 
     // What goes is closed: the old states, or the new ones when a part did not open.
     parts_close(bad ? &fresh : s, s->n_part);
