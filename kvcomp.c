@@ -120,22 +120,7 @@ typedef struct {
 } Pass;
 
 // Must the queries of a whole turn be there at once, for an attend hook or the rule?
-static int sees_whole_turn(const Session *s) {
-    int whole = s->rule != VIS_CAUSAL;
-    for (int i = 0; i < s->n_part; i++) whole |= s->part[i].m->attend != NULL;
-    return whole;
-}
-
-// Does the rule or a hook act in a prefill beyond what the model does? Then a part that packs rows
-// waits for the end of the pass, because others read them until then.
-static int turn_hooks(const Session *s) {
-    int acts = sees_whole_turn(s);
-    for (int i = 0; i < s->n_part; i++) {
-        const Method *m = s->part[i].m;
-        acts |= m->project || (m->commit && m->role != ROLE_STORE);
-    }
-    return acts;
-}
+static int sees_whole_turn(const Session *s) { return s->attends || s->rule != VIS_CAUSAL; }
 
 // Tokens of a span when a turn has several: -b. Attention adds to a row's mass block by block, so
 // with KV_MASS spans are whole blocks; on a device, which adds up a span at once, the turn is one
@@ -224,31 +209,25 @@ int same_weights(const Session *s, int t, int end, const Layer **y, int l) {
     return n;
 }
 
-// q (n,H,D), k and v (n,G,D) of n tokens x (n,C):  h = norm(x);  q = W_q h + b_q, and so on. Some models norm
-// every head of q and k, too (Qwen3).
-static void project_rows(const Session *s, const Layer *y, const float *x, float *h,
-                         float *q, float *k, float *v, int n) {
+// q (n,H,D), k and v (n,G,D) of tokens t0 .. t1-1 of the pass, block by block:  h = norm(x);  q = W_q h + b_q, and so
+// on. Some models norm every head of q and k, too (Qwen3).
+static void project_rows(Session *s, int l, Pass *r, int t0, int t1) {
     const Config *c = s->c;
-    rmsnorm(h, x, &y->attn_norm, n, c->C, c->eps);
-    matmul(q, h, &y->wq, n);
-    matmul(k, h, &y->wk, n);
-    matmul(v, h, &y->wv, n);
-    add_bias(q, &y->bq, n);
-    add_bias(k, &y->bk, n);
-    add_bias(v, &y->bv, n);
-    if (y->q_norm.data) rmsnorm(q, q, &y->q_norm, n * c->H, c->D, c->eps);
-    if (y->k_norm.data) rmsnorm(k, k, &y->k_norm, n * c->G, c->D, c->eps);
-}
-
-// The same for tokens t0 .. t1-1 of the pass, block by block: q, k and v of the span.
-static void project_span(Session *s, int l, Pass *r, int t0, int t1) {
-    size_t C = s->c->C, HD = (size_t)s->c->H * s->c->D, GD = (size_t)s->c->G * s->c->D;
+    size_t C = c->C, HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     for (int t = t0, n; t < t1; t += n) {
         const Layer *y;
-        size_t i = t - t0;
+        float *q = r->q + (t - t0) * HD, *k = r->k + (t - t0) * GD, *v = r->v + (t - t0) * GD;
         pass_poll(s);
         n = same_weights(s, t, t1, &y, l);
-        project_rows(s, y, r->x + t * C, r->h, r->q + i * HD, r->k + i * GD, r->v + i * GD, n);
+        rmsnorm(r->h, r->x + t * C, &y->attn_norm, n, c->C, c->eps);
+        matmul(q, r->h, &y->wq, n);
+        matmul(k, r->h, &y->wk, n);
+        matmul(v, r->h, &y->wv, n);
+        add_bias(q, &y->bq, n);
+        add_bias(k, &y->bk, n);
+        add_bias(v, &y->bv, n);
+        if (y->q_norm.data) rmsnorm(q, q, &y->q_norm, n * c->H, c->D, c->eps);
+        if (y->k_norm.data) rmsnorm(k, k, &y->k_norm, n * c->G, c->D, c->eps);
     }
 }
 
@@ -268,39 +247,32 @@ static void add_to(float *x, const float *y, size_t n) {
     for (size_t i = 0; i < n; i++) x[i] += y[i];
 }
 
-// x (n,C) += W_o out, where out (n,H,D) is what attention made. h (n,C) is room.
-static void output_rows(const Session *s, const Layer *y, float *x, const float *out, float *h,
-                        int n) {
-    matmul(h, out, &y->wo, n);
-    add_bias(h, &y->bo, n);
-    add_to(x, h, (size_t)n * s->c->C);
-}
-
-// x (n,C) += W_down (silu(W_gate h) * W_up h), where h = norm(x). Room: h (n,C), gate and up (n,F).
-static void mlp_rows(const Session *s, const Layer *y, float *x, float *h, float *gate, float *up,
-                     int n) {
+// The output product of attention and the MLP, for the tokens from .. t1-1, block by block. The span in r begins with
+// token t0:
+//   x += W_o out, where out (n,H,D) is what attention made
+//   x += W_down (silu(W_gate h) * W_up h), where h = norm(x)
+static void mlp_rows(Session *s, int l, Pass *r, int t0, int from, int t1) {
     const Config *c = s->c;
-    rmsnorm(h, x, &y->mlp_norm, n, c->C, c->eps);
-    matmul(gate, h, &y->gate, n);
-    add_bias(gate, &y->bgate, n);
-    matmul(up, h, &y->up, n);
-    add_bias(up, &y->bup, n);
-    swiglu(gate, up, (size_t)n * c->F);
-    matmul(h, gate, &y->down, n);
-    add_bias(h, &y->bdown, n);
-    add_to(x, h, (size_t)n * c->C);
-}
-
-// Both for the tokens from .. t1-1, block by block. The span in r begins with token t0.
-static void mlp_span(Session *s, int l, Pass *r, int t0, int from, int t1) {
-    size_t C = s->c->C, HD = (size_t)s->c->H * s->c->D;
+    size_t C = c->C, HD = (size_t)c->H * c->D;
+    float *h = r->h, *gate = r->gate, *up = r->up;
     for (int t = from, n; t < t1; t += n) {
         const Layer *y;
         float *x = r->x + t * C;
         pass_poll(s);
         n = same_weights(s, t, t1, &y, l);
-        output_rows(s, y, x, r->out + (t - t0) * HD, r->h, n);
-        mlp_rows(s, y, x, r->h, r->gate, r->up, n);
+        matmul(h, r->out + (t - t0) * HD, &y->wo, n);
+        add_bias(h, &y->bo, n);
+        add_to(x, h, n * C);
+
+        rmsnorm(h, x, &y->mlp_norm, n, c->C, c->eps);
+        matmul(gate, h, &y->gate, n);
+        add_bias(gate, &y->bgate, n);
+        matmul(up, h, &y->up, n);
+        add_bias(up, &y->bup, n);
+        swiglu(gate, up, (size_t)n * c->F);
+        matmul(h, gate, &y->down, n);
+        add_bias(h, &y->bdown, n);
+        add_to(x, h, n * C);
     }
 }
 
@@ -393,7 +365,7 @@ float *forward(Session *s, const Token *in, int T) {
             t1 = span_end(s, t0, T);
 
             // Queries, keys and values of the span. The project hook sees them unrotated.
-            project_span(s, l, &r, t0, t1);
+            project_rows(s, l, &r, t0, t1);
             watch(s, WATCH_KEYS, l, r.k);
             if (layer_acts(s, l))
                 EACH_HOOK(s, p, project) p->m->project(s, p->ms, l, r.q, r.k, r.v, t0, t1 - t0);
@@ -409,7 +381,7 @@ float *forward(Session *s, const Token *in, int T) {
 
             // Output product and MLP, each added to x. The last layer needs the last token only.
             int from = l < c->L - 1 ? t0 : T - 1;
-            mlp_span(s, l, &r, t0, from, t1);
+            mlp_rows(s, l, &r, t0, from, t1);
         }
     }
 
@@ -435,7 +407,7 @@ float *forward(Session *s, const Token *in, int T) {
 // once, so that "bytes held" means what it says. Keys are stored rotated.
 //
 // Memory is asked for in steps of KV_STEP rows, so that a decode step rarely allocates; a head on a
-// device that grows gets an eighth more, because growing copies it (rows_grown). Rows
+// device that grows gets an eighth more, because growing copies it (kv_reserve). Rows
 // [0,packed) of a head may be packed at fewer bits (PATS, section 10); all others are raw rows, one
 // format for K and one for V (-ctk, -ctv). In a device session the bytes of rows are device memory,
 // and the functions here call their twins in kvcomp.cu.
@@ -532,21 +504,18 @@ static size_t head_row_bytes(const Session *s, const KVHead *h) {
 // ---- new rows
 enum { KV_GROWTH = 4096 };              // rows: on a device it grows by more, by so many at most
 
-// The raw rows that a head which needs `raw` of them gets room for when it grows. On a device a
-// growth copies the head, and the graph of a step is captured anew: there it grows by an eighth, by
-// KV_GROWTH rows at most, and not past the rows that -c allows.
-static int rows_grown(const Session *s, const KVHead *h, int raw) {
-    if (!KV_DEV(s) || !h->cap) return raw;
-    int ctx = opt_int(s->opt, "ctx-size"), most = (ctx ? ctx : s->c->max_pos) - h->packed;
-    return max_int(raw, min_int(h->cap + min_int(h->cap / 8, KV_GROWTH), most));
-}
-
-// Makes room for n more rows in every head of layer l.
+// Makes room for n more rows in every head of layer l. On a device a growth copies the head, and the graph of a step is
+// captured anew: there it grows by an eighth, by KV_GROWTH rows at most, and not past the rows that -c allows.
 void kv_reserve(Session *s, int l, int n) {
     for (int g = 0; g < s->c->G; g++) {
         KVHead *h = kv_head(s, l, g);
         int raw = h->len - h->packed + n;
-        if (raw > h->cap) head_reserve(s, h, rows_grown(s, h, raw));
+        if (raw <= h->cap) continue;
+        if (KV_DEV(s) && h->cap) {
+            int ctx = opt_int(s->opt, "ctx-size"), most = (ctx ? ctx : s->c->max_pos) - h->packed;
+            raw = max_int(raw, min_int(h->cap + min_int(h->cap / 8, KV_GROWTH), most));
+        }
+        head_reserve(s, h, raw);
     }
 }
 
@@ -1256,23 +1225,6 @@ static int last_visible(const Session *s, const KVHead *hd, int tok0, int last_t
     return n;
 }
 
-// Attention of the R heads of group g for n tokens, from the i0-th of q, out (..,H,D) on; the 0-th
-// is token tok0. part: room for all chunks of a tile.
-static void prefill_block(Session *s, int l, int g, float *out, const float *q, int i0, int n,
-                          int tok0, Tile *t, float *part) {
-    int D = s->c->D, H = s->c->H, R = H / s->c->G;
-    size_t chunk = Q_BLOCK * ((size_t)D + 2);
-    KVHead *hd = kv_head(s, l, g);
-    int n_rows = last_visible(s, hd, tok0 + i0, tok0 + i0 + n - 1), chunks = 0;
-
-    tile_queries(s, t, q, NULL, i0, n, tok0, g * R, R);
-    for (int r = 0; r < n_rows; r += KV_CHUNK, chunks++)
-        attend_chunk(s, l, hd, &every_row, t, 1, r, min_int(r + KV_CHUNK, n_rows), part + chunks * chunk);
-    for (int i = 0; i < t->m; i++)
-        chunks_join(t, i, part, chunk, chunks, D, out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D);
-    if (hd->mass) add_mass(s, l, hd, &every_row, t, n_rows);
-}
-
 // Attention of tokens base+t0 .. base+t0+n-1 of this pass over every row held that the mask lets
 // them see. q, out (n,H,D).
 void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) {
@@ -1280,12 +1232,12 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
         attn_prefill_cuda(s, l, out, q, t0, n);
         return;
     }
-    int D = s->c->D, H = s->c->H, G = s->c->G;
-    int per = Q_BLOCK / (H / G);            // tokens of a block
+    int D = s->c->D, H = s->c->H, G = s->c->G, R = H / G;
+    int per = Q_BLOCK / R;                  // tokens of a block
     int blocks = (n + per - 1) / per;       // of a group
-    size_t mark = scratch_mark(s), N = kv_longest(s, l);
+    size_t mark = scratch_mark(s), N = kv_longest(s, l), chunk = Q_BLOCK * ((size_t)D + 2);
+    size_t room = (N / KV_CHUNK + 1) * chunk;                       // for the chunks of one block
     Tile *tiles = tiles_new(s);
-    size_t room = (N / KV_CHUNK + 1) * Q_BLOCK * ((size_t)D + 2);   // for the chunks of one block
     float *parts = scratch(s, (size_t)n_threads() * room * sizeof(float));
 
     // A thread takes one block of one group at a time. Where a head's mass is summed, it takes all
@@ -1296,10 +1248,17 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
         int g = item % G, first = item / G * at_once;
         Tile *t = &tiles[thread_id()];
         float *part = parts + thread_id() * room;
-        for (int b = first; b < first + at_once; b++) {
-            int i0 = b * per;
+        KVHead *hd = kv_head(s, l, g);
+        for (int i0 = first * per; i0 < min_int((first + at_once) * per, n); i0 += per) {
+            int tokens = min_int(per, n - i0), tok0 = s->base + t0, chunks = 0;
+            int rows = last_visible(s, hd, tok0 + i0, tok0 + i0 + tokens - 1);
             if (pass_unwanted(s)) continue;         // the pass ends behind this attention
-            prefill_block(s, l, g, out, q, i0, min_int(per, n - i0), s->base + t0, t, part);
+            tile_queries(s, t, q, NULL, i0, tokens, tok0, g * R, R);
+            for (int r = 0; r < rows; r += KV_CHUNK, chunks++)
+                attend_chunk(s, l, hd, &every_row, t, 1, r, min_int(r + KV_CHUNK, rows), part + chunks * chunk);
+            for (int i = 0; i < t->m; i++)
+                chunks_join(t, i, part, chunk, chunks, D, out + ((size_t)(i0 + i / R) * H + g * R + i % R) * D);
+            if (hd->mass) add_mass(s, l, hd, &every_row, t, rows);
         }
     }
     scratch_reset(s, mark);
@@ -1307,22 +1266,20 @@ void attn_prefill(Session *s, int l, float *out, const float *q, int t0, int n) 
 
 // ---- decode: one query a head, through the views
 // Query heads h0 .. h0+m-1 of KV head g have views that agree: their n rows are read once for all, in
-// `chunks` chunks, of which the first is item `first` of a step.
+// `chunks` chunks.
 typedef struct {
-    int g, h0, m, n;
-    int first, chunks;
+    int g, h0, m, n, chunks;
 } DecodeGroup;
 
 // out (H) = the groups of layer l -> how many.
 static int decode_groups(Session *s, int l, DecodeGroup *out) {
-    int R = s->c->H / s->c->G, n = 0, items = 0;
+    int R = s->c->H / s->c->G, n = 0;
     for (int h = 0; h < s->c->H; ) {
         int g = h / R, h0 = h++;
         while (h < (g + 1) * R && h - h0 < Q_BLOCK && same_as_before(s, l, h)) h++;
         const View *w = kv_view(s, l, h0);
-        int rows = w->n + kv_head(s, l, g)->len - w->tail, chunks = (rows + KV_CHUNK - 1) / KV_CHUNK;
-        out[n++] = (DecodeGroup){ g, h0, h - h0, rows, items, chunks };
-        items += chunks;
+        int rows = w->n + kv_head(s, l, g)->len - w->tail;
+        out[n++] = (DecodeGroup){ g, h0, h - h0, rows, (rows + KV_CHUNK - 1) / KV_CHUNK };
     }
     return n;
 }
@@ -1339,15 +1296,15 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
     size_t mark = scratch_mark(s), chunk = Q_BLOCK * ((size_t)D + 2);
 
     DecodeGroup *group = scratch(s, (size_t)H * sizeof *group);
-    int n_groups = decode_groups(s, l, group), items = group[n_groups - 1].first + group[n_groups - 1].chunks;
-    float *part = scratch(s, (size_t)items * chunk * sizeof(float));
+    int n_groups = decode_groups(s, l, group), most = (kv_longest(s, l) + KV_CHUNK - 1) / KV_CHUNK;
+    float *part = scratch(s, n_groups * most * chunk * sizeof(float));
     Tile *tiles = tiles_new(s);
     #pragma omp parallel for schedule(dynamic) if (worth_threads((size_t)H * kv_longest(s, l) * D))
-    for (int item = 0; item < items; item++) {
-        const DecodeGroup *d = group;
-        while (item >= d->first + d->chunks) d++;
+    for (int item = 0; item < n_groups * most; item++) {
+        const DecodeGroup *d = &group[item / most];
+        int p0 = item % most * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, d->n);
         Tile *t = &tiles[thread_id()];
-        int p0 = (item - d->first) * KV_CHUNK, p1 = min_int(p0 + KV_CHUNK, d->n);
+        if (p0 >= d->n) continue;
         tile_queries(s, t, q, NULL, 0, 1, s->base, d->h0, d->m);
         attend_chunk(s, l, kv_head(s, l, d->g), kv_view(s, l, d->h0), t, 0, p0, p1, part + item * chunk);
     }
@@ -1355,7 +1312,7 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
     for (const DecodeGroup *d = group; d < group + n_groups; d++) {
         KVHead *hd = kv_head(s, l, d->g);
         for (int i = 0; i < d->m; i++)
-            chunks_join(tiles, i, part + d->first * chunk, chunk, d->chunks, D, out + (size_t)(d->h0 + i) * D);
+            chunks_join(tiles, i, part + (d - group) * most * chunk, chunk, d->chunks, D, out + (size_t)(d->h0 + i) * D);
         double bytes_a_row = (double)head_row_bytes(s, hd) / (hd->packed + hd->cap);
         s->clk.bytes_attended += (double)d->n * bytes_a_row;
         if (!hd->mass) continue;
@@ -1415,18 +1372,18 @@ static void column_queries(const Session *s, const Columns *c) {
 
 // A chunk is rows chunk * COLUMN_CHUNK .. column_end - 1.
 static int column_end(const Columns *c, int chunk) {
-    int from = chunk * COLUMN_CHUNK;
-    return from + min_int(COLUMN_CHUNK, c->hd->len - from);
+    return min_int((chunk + 1) * COLUMN_CHUNK, c->hd->len);
 }
 
 // Step 1 for a chunk: masked scores and their exponentials, with a running maximum and sum.
 static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) {
     int D = s->c->D, m = c->m, to = column_end(c, chunk);
+    float *max = c->max + (size_t)chunk * m, *sum = c->sum + (size_t)chunk * m;
     t->m = m;
     for (int j = 0; j < m; j++) {
         t->tok[j] = c->tok0 + j % c->n;
-        t->max[j] = -INFINITY;
-        t->sum[j] = 0;
+        max[j] = -INFINITY;
+        sum[j] = 0;
     }
     for (int r = chunk * COLUMN_CHUNK; r < to; r += COLUMN_TILE) {
         int n = min_int(COLUMN_TILE, to - r);
@@ -1436,11 +1393,9 @@ static void column_exps(const Session *s, const Columns *c, Tile *t, int chunk) 
         Ahead next = tile_ahead(s, c->hd, OF_K, r + n, min_int(n, to - r - n));
         mix_of(x, t->kv, c->x, DT_F32, n, D, m, 0, next);
         mask_tile(s, c->l, c->hd, t, x, 1, (size_t)m);
-        softmax_columns(x, n, m, t->max, t->sum);
-        memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, t->max, (size_t)m * sizeof *c->top);
+        softmax_columns(x, n, m, max, sum);
+        memcpy(c->top + (size_t)(r / COLUMN_TILE) * m, max, (size_t)m * sizeof *max);
     }
-    memcpy(c->max + (size_t)chunk * m, t->max, (size_t)m * sizeof *c->max);
-    memcpy(c->sum + (size_t)chunk * m, t->sum, (size_t)m * sizeof *c->sum);
 }
 
 // Step 2: for every column the maximum over all chunks, and 1 / (w sum).
@@ -1477,47 +1432,39 @@ static void column_sums(const Columns *c, Tile *t, int chunk, int lists, int add
     }
 }
 
-// The three steps for the block of queries in c, shared out among threads by chunks -> score
-// (lists,N); add 1: += that.
-static void column_block(Session *s, const Columns *c, Tile *tiles, int w, int lists, int add,
-                         float *score, size_t N) {
-    int len = c->hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK;
-    column_queries(s, c);
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)c->m * len * s->c->D))
-    for (int k = 0; k < chunks; k++) column_exps(s, c, &tiles[thread_id()], k);
-    columns_join(c, chunks, w);
-    #pragma omp parallel for schedule(static) if (worth_threads((size_t)c->m * len * s->c->D))
-    for (int k = 0; k < chunks; k++) column_sums(c, &tiles[thread_id()], k, lists, add, score, N);
-    for (int k = 0; k < lists; k++) memset(score + k * N + len, 0, (N - len) * sizeof *score);
-}
-
 // q (w,H,D), of the tokens from tok0 on -> score (G lists,N), N = kv_longest(s,l); rows behind the
-// end of a shorter head are 0.
+// end of a shorter head are 0. Threads share the rows of a KV head, chunk by chunk.
 static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int lists, float *score) {
-    int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D;
-    int per = Q_BLOCK / R;                  // queries of a head in a block
-    int blocks = (w + per - 1) / per;
+    int H = s->c->H, G = s->c->G, R = H / G, D = s->c->D, per = Q_BLOCK / R;    // queries of a head in a block
     size_t mark = scratch_mark(s), N = kv_longest(s, l), most = R * min_int(w, per);
-    size_t chunks = N / COLUMN_CHUNK + 1, f = sizeof(float);
+    size_t all_chunks = N / COLUMN_CHUNK + 1, f = sizeof(float);
     Tile *tiles = tiles_new(s);
     Columns c = {
         .l   = l,
         .x   = scratch(s, D * most * f),
         .e   = scratch(s, N * most * f),
         .top = scratch(s, (N / COLUMN_TILE + 1) * most * f),
-        .max = scratch(s, chunks * most * f),
-        .sum = scratch(s, chunks * most * f),
+        .max = scratch(s, all_chunks * most * f),
+        .sum = scratch(s, all_chunks * most * f),
     };
-    for (int b = 0; b < blocks; b++)
+    for (int first = 0; first < w; first += per)
         for (int g = 0; g < G; g++) {
-            int first = b * per;
+            float *to = score + (size_t)g * lists * N;
             c.g = g;
             c.hd = kv_head(s, l, g);
             c.n = min_int(per, w - first);
             c.m = R * c.n;
             c.q = q + (size_t)first * H * D;
             c.tok0 = tok0 + first;
-            column_block(s, &c, tiles, w, lists, b > 0, score + (size_t)g * lists * N, N);
+            int len = c.hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK;
+            int shared = worth_threads((size_t)c.m * len * D);
+            column_queries(s, &c);
+            #pragma omp parallel for schedule(static) if (shared)
+            for (int k = 0; k < chunks; k++) column_exps(s, &c, &tiles[thread_id()], k);
+            columns_join(&c, chunks, w);
+            #pragma omp parallel for schedule(static) if (shared)
+            for (int k = 0; k < chunks; k++) column_sums(&c, &tiles[thread_id()], k, lists, first > 0, to, N);
+            for (int k = 0; k < lists; k++) memset(to + k * N + len, 0, (N - len) * f);
         }
     scratch_reset(s, mark);
 }
@@ -1632,13 +1579,6 @@ const float *decode(Session *s, int id) {
 }
 
 // ---- a full context
-// 1: some part of the session drops rows.
-int session_evicts(const Session *s) {
-    int evicts = 0;
-    for (int i = 0; i < s->n_part; i++) evicts |= s->part[i].m->evicts;
-    return evicts;
-}
-
 // When -c allows no more rows, a session whose method drops rows is compressed at once, as at a prefill's
 // end: the last w tokens, whose queries score the rows (Session.queries), are taken back and fed once more
 // as one pass, and that pass ends as every prefill does. Returns how many rows fewer the longest head
@@ -1680,8 +1620,10 @@ int method_file(const Method *m, const Config *c, const Options *o, char path[11
     return *given || file_exists(path);
 }
 
-// From "loopserve-p+lychee+pats" to three parts, in the order of the timeline: prefill, select, store. 0, or -1
-// with the reason in s->err: two parts that decide the same thing cannot be combined.
+// From "loopserve-p+lychee+pats" to three parts, each with its state, in the order of the timeline: prefill, select,
+// store; and the session gets what they want together. 0, or -1 with the reason in s->err: two parts that decide the
+// same thing cannot be combined, and --chunk is not for a part that looks at a turn as a whole, at its tokens before the
+// pass or at all its queries at once.
 static int parts_parse(Session *s, const char *spec) {
     static const char *decides[] = {        // by bit of a role
         "the prefill attention", "which rows are kept or read", "how rows are stored",
@@ -1699,9 +1641,18 @@ static int parts_parse(Session *s, const char *spec) {
                 if (p->m->role & m->role & 1 << bit)
                     return refuse(s, "--method=%s: %s and %s cannot be combined, both decide %s", spec,
                                   p->m->name, m->name, decides[bit]);
+        if (s->chunk && (m->enter || m->attend))
+            return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
+        s->wants |= m->wants;
+        if (m->wants & KV_QUERY) s->queries = 1;
+        if (m->rule) s->rule = m->rule;
+        s->attends |= m->attend != NULL;
+        s->evicts |= m->evicts;
+        s->acts |= m->attend || m->rule || m->project || (m->commit && m->role != ROLE_STORE);
+
         int at = s->n_part++;
         for (; at > 0 && m->role < s->part[at - 1].m->role; at--) s->part[at] = s->part[at - 1];
-        s->part[at].m = m;
+        s->part[at] = (Part){ m, xcalloc(1, m->state + 1) };
         name = name[n] ? name + n + 1 : NULL;
     }
     return 0;
@@ -1710,7 +1661,7 @@ static int parts_parse(Session *s, const char *spec) {
 // Opens every part, whose state is all zeros, the last one first: a storage format says how rows are
 // stored, and others ask. The part that has a budget sets it if the user gave none. 0, or -1 with
 // the reason in s->err.
-static int parts_begin(Session *s) {
+static int parts_open(Session *s) {
     for (int i = s->n_part - 1; i >= 0; i--) {
         const Method *m = s->part[i].m;
         if (m->rows && (opt_given(s->opt, "ctk") || opt_given(s->opt, "ctv")))
@@ -1722,25 +1673,10 @@ static int parts_begin(Session *s) {
     return 0;
 }
 
-// Gives every part its state, and the session what the parts want together; then opens them. --chunk is refused
-// for a part that looks at a turn as a whole: at its tokens before the pass, or at all its queries at once.
-static int parts_open(Session *s) {
-    EACH_PART(s, p) {
-        const Method *m = p->m;
-        if (s->chunk && (m->enter || m->attend))
-            return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
-        s->wants |= m->wants;
-        if (m->wants & KV_QUERY) s->queries = 1;
-        if (m->rule) s->rule = m->rule;
-        p->ms = xcalloc(1, m->state + 1);
-    }
-    return parts_begin(s);
-}
-
-// Closes the first n parts of a session. A part has no state if another was refused before it got one.
+// Closes the first n parts of a session.
 static void parts_close(Session *s, int n) {
     for (Part *p = s->part; p < s->part + n; p++) {
-        if (p->ms && p->m->close) p->m->close(s, p->ms);
+        if (p->m->close) p->m->close(s, p->ms);
         free(p->ms);
     }
 }
@@ -1774,15 +1710,6 @@ void unobserve(Session *s, const Method *m) {
 }
 
 // ---- sessions
-// With -d cuda the session moves to the device. 0, or -1 with the reason in s->err. (-d auto has
-// become cuda or cpu on the command line.)
-static int on_device(Session *s) {
-#ifdef KVCOMP_CUDA
-    if (!strcmp(opt_str(s->opt, "device"), "cuda")) return device_open(s);
-#endif
-    return 0;
-}
-
 // The budget the user asked for. A part's open hook may know better.
 static void budget_options(Session *s) {
     s->budget = opt_int(s->opt, "budget");
@@ -1811,7 +1738,12 @@ Session *session_try(const Config *c, const Weights *w, const Options *o, const 
     s->head = xcalloc((size_t)c->L * c->G, sizeof(KVHead));
     s->view = xcalloc((size_t)c->L * c->H, sizeof(View));
     s->logits = xcalloc(c->V, sizeof(float));
-    if (parts_parse(s, method) || parts_open(s) || on_device(s)) {
+    int bad = parts_parse(s, method) || parts_open(s);
+#ifdef KVCOMP_CUDA
+    // -d auto has become cuda or cpu on the command line.
+    if (!bad && !strcmp(opt_str(o, "device"), "cuda")) bad = device_open(s);
+#endif
+    if (bad) {
         snprintf(err, 512, "%s", s->err);
         session_close(s);
         return NULL;
@@ -1856,7 +1788,7 @@ int session_try_reset(Session *s) {
     fresh.pos_end = fresh.pos_extra = 0;
     budget_options(&fresh);
     for (int i = 0; i < s->n_part; i++) fresh.part[i].ms = xcalloc(1, s->part[i].m->state + 1);
-    int bad = parts_begin(&fresh);
+    int bad = parts_open(&fresh);
 
     // What goes is closed: the old states, or the new ones when a part did not open.
     parts_close(bad ? &fresh : s, s->n_part);
@@ -1902,15 +1834,11 @@ int refuse(Session *s, const char *fmt, ...) {
 // Options: --budget B, --sink, --streaming-rerotate. The method `window` is the same without sinks.
 
 typedef struct {
-    int sink;                   // first rows that are always kept
-    int rerotate;               // 1: a row's position becomes its place in the cache
+    int sink;                   // first rows that are always kept; of `window` none
 } Streaming;
 
-// Reads the options of `window`: there are no sinks, so any budget is legal.
 static int window_open(Session *s, void *ms) {
-    Streaming *x = ms;
-    x->rerotate = opt_int(s->opt, "streaming-rerotate");
-    if (x->rerotate && s->c->windowed)
+    if (opt_int(s->opt, "streaming-rerotate") && s->c->windowed)
         return refuse(s, "--streaming-rerotate: this model's sliding windows count original positions");
     return 0;
 }
@@ -1918,20 +1846,19 @@ static int window_open(Session *s, void *ms) {
 static int streaming_open(Session *s, void *ms) {
     Streaming *x = ms;
     x->sink = sinks(s, 4);
-    if (window_open(s, ms)) return -1;
     if (s->ratio < 0 && s->budget <= x->sink)
         return refuse(s, "--budget %d leaves no recent row beside --sink %d", s->budget, x->sink);
-    return 0;
+    return window_open(s, ms);
 }
 
 // Drops rows of layer l when a pass is over: as many as a prefill left too many, or the oldest one behind the sinks
 // after a decode step. Every head holds the same rows.
 static void streaming_commit(Session *s, void *ms, int l, const float *q, int T) {
     Streaming *x = ms;
-    int B = budget_now(s), sink = min_int(x->sink, B);
+    int B = budget_now(s), sink = min_int(x->sink, B), rerotate = opt_int(s->opt, "streaming-rerotate");
     if (s->n_tok <= B) return;                          // D10
     if (l == s->c->L) {                                 // the pass is over: the next token stands behind the rows
-        if (x->rerotate) s->pos_next = kv_longest(s, 0);
+        if (rerotate) s->pos_next = kv_longest(s, 0);
         return;
     }
 
@@ -1939,7 +1866,7 @@ static void streaming_commit(Session *s, void *ms, int l, const float *q, int T)
     for (int r = 0; r < N; r++)
         if (r < sink || r >= N - (B - sink)) keep[n++] = r;
     kv_keep(s, l, keep, 0, &n);                         // one list for all heads
-    for (int g = 0; g < s->c->G && x->rerotate; g++)
+    for (int g = 0; g < s->c->G && rerotate; g++)
         for (int r = 0; r < n; r++) kv_repos(s, l, g, r, r);
 }
 
@@ -2373,8 +2300,6 @@ const Method h2o_method = {
 enum { FUTURE = 512 };          // positions Rbar is the mean of
 
 typedef struct {
-    int sink;                   // --sink
-    float epsilon;              // --ea-epsilon
     long *n;                    // (L) queries counted
     double *sum;                // (L,H,D) sum of q, (L,H,D,D) sum of q q^T; the first prefill makes it, where q lies
 } Expected;
@@ -2382,10 +2307,8 @@ typedef struct {
 // Reads the options. Returns 0, or -1 with the reason in s->err.
 static int expected_open(Session *s, void *ms) {
     Expected *x = ms;
-    x->sink = sinks(s, 4);
-    x->epsilon = (float)opt_real(s->opt, "ea-epsilon");
-    if (s->ratio < 0 && s->budget <= x->sink)
-        return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, x->sink);
+    if (s->ratio < 0 && s->budget <= sinks(s, 4))
+        return refuse(s, "--budget %d leaves no row beside --sink %d", s->budget, sinks(s, 4));
     x->n = xcalloc(s->c->L, sizeof(long));
     return 0;
 }
@@ -2427,15 +2350,15 @@ static void moments_add(const Session *s, double *sum, double *outer, const floa
 static void expected_project(Session *s, void *ms, int l, const float *q, const float *k,
                              const float *v, int t0, int n) {
     Expected *x = ms;
-    int H = s->c->H, D = s->c->D;
+    int H = s->c->H, D = s->c->D, sink = sinks(s, 4);
     size_t all = (size_t)s->c->L * H * D, bytes = all * (D + 1) * sizeof(double);
     if (s->decoding) return;
     if (!x->sum) x->sum = KV_DEV(s) ? (double *)near_zero_cuda(bytes) : xcalloc(1, bytes);
     for (int t = 0; t < n; t++)
-        if (s->tok[s->base + t0 + t].pos >= x->sink) x->n[l]++;
+        if (s->tok[s->base + t0 + t].pos >= sink) x->n[l]++;
     double *sum = x->sum + (size_t)l * H * D, *outer = x->sum + all + (size_t)l * H * D * D;
-    if (KV_DEV(s)) moments_add_cuda(s, sum, outer, q, t0, n, x->sink);
-    else moments_add(s, sum, outer, q, t0, n, x->sink);
+    if (KV_DEV(s)) moments_add_cuda(s, sum, outer, q, t0, n, sink);
+    else moments_add(s, sum, outer, q, t0, n, sink);
 }
 
 // Rbar, as cs (D): for the D/2 frequencies the means of cos over the next FUTURE positions, then
@@ -2523,25 +2446,25 @@ static void expected_scores(Session *s, int l, const float *mu, const float *cov
 // The end of a prefill: every KV head of layer l keeps its sinks and the candidates with the best
 // scores, B in all.
 static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
-    Expected *x = ms;
-    int B = budget_now(s), H = s->c->H, D = s->c->D, G = s->c->G, R = H / G;
+    int B = budget_now(s), H = s->c->H, D = s->c->D, G = s->c->G, R = H / G, sink = sinks(s, 4);
+    float epsilon = (float)opt_real(s->opt, "ea-epsilon");
     if (!snap_due(s, l, B)) return;
     size_t N = kv_longest(s, l), HD = (size_t)H * D, f = sizeof(float);
     float *mu = scratch(s, HD * (D + 1) * f), *cov = mu + HD;
     float *z = scratch(s, H * N * f), *score = scratch(s, G * N * f), *square = scratch(s, G * N * f);
-    expected_queries(s, x, l, mu, cov);
+    expected_queries(s, ms, l, mu, cov);
     expected_scores(s, l, mu, cov, z, square, N);
     for (int g = 0; g < G; g++, score += N, square += N) {
         const KVHead *hd = kv_head(s, l, g);
         int first = 0, n = hd->len;
-        for (; first < n && hd->src[first] < x->sink; first++) score[first] = INFINITY;     // the first rows stay
+        for (; first < n && hd->src[first] < sink; first++) score[first] = INFINITY;     // the first rows stay
         for (int r = 0; r < R; r++) {
             float *p = z + (g * R + r) * N, sum = 0;
             exp_shift(p + first, max_f32(p + first, n - first), n - first, &sum);
             for (int c = first; c < n; c++) p[c] /= sum;                                    // softmax_c(z)
         }
         join_heads(score + first, z + g * R * N + first, n - first, N, R);
-        for (int c = first; c < n; c++) score[c] = (score[c] + x->epsilon) * sqrtf(square[c]);      // score_c
+        for (int c = first; c < n; c++) score[c] = (score[c] + epsilon) * sqrtf(square[c]);      // score_c
     }
     keep_best(s, l, score - G * N, B);
 }
@@ -3134,31 +3057,29 @@ const Method minference_method = {
 
 // ---- pages and their bounds
 typedef struct {
-    int cap;                    // pages that bound has room for
-    char *bound;                // (pages,2D) of each full page max_d, then min_d
-} PageList;
-
-typedef struct {
     int full_layers;            // --full-layers
     int dtype;                  // of the bounds: that of the rows, so that bounds are exact
-    PageList *head;             // (L,G)
+    int *cap;                   // (L) pages that each head's bounds have room for
+    char **bound;               // (L,G) (pages,2D) of each full page max_d, then min_d
 } Quest;
 
 // Reads the options.
 static int quest_open(Session *s, void *ms) {
     Quest *x = ms;
-    const char *rows = s->fk->name;
+    int rows = dtype_in_place(s->fk, s->c->D);
     x->full_layers = opt_int(s->opt, "full-layers");
-    x->dtype = !strcmp(rows, "f16") ? DT_F16 : !strcmp(rows, "bf16") ? DT_BF16 : DT_F32;
-    x->head = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->head);
+    x->dtype = rows == ROWS_Q8 ? DT_F32 : rows;
+    x->cap = xcalloc(s->c->L, sizeof *x->cap);
+    x->bound = xcalloc((size_t)s->c->L * s->c->G, sizeof *x->bound);
     return 0;
 }
 
-// Gives the bounds back. head is NULL when another part has refused to open.
+// Gives the bounds back. There are none when another part has refused to open.
 static void quest_close(Session *s, void *ms) {
     Quest *x = ms;
-    for (int i = 0; x->head && i < s->c->L * s->c->G; i++) near_drop(s, x->head[i].bound);
-    free(x->head);
+    for (int i = 0; x->bound && i < s->c->L * s->c->G; i++) near_drop(s, x->bound[i]);
+    free(x->bound);
+    free(x->cap);
 }
 
 // Bytes of the bounds of one page.
@@ -3197,20 +3118,19 @@ static void quest_commit(Session *s, void *ms, int l, const float *q, int T) {
     int G = s->c->G, from = s->base / PAGE, to = s->n_tok / PAGE;
     size_t per = (size_t)(PAGE + 2) * s->c->D, bytes = bounds_bytes(s, x);
     if (l == s->c->L || l < x->full_layers || from == to) return;
-    for (PageList *a = &x->head[l * G]; a < &x->head[(l + 1) * G]; a++) {
-        int cap = quest_cap(to);
-        if (to <= a->cap) continue;
+    char **bound = x->bound + l * G;
+    if (to > x->cap[l]) {
+        int old = x->cap[l];
         s->changes++;                           // a device was told where the bounds lie, and they may move
-        a->bound = near_grow(s, a->bound, a->cap * bytes, cap * bytes);
-        a->cap = cap;
+        x->cap[l] = quest_cap(to);
+        for (int g = 0; g < G; g++) bound[g] = near_grow(s, bound[g], old * bytes, x->cap[l] * bytes);
     }
     float *room = scratch(s, (size_t)n_threads() * per * sizeof(float));
     #pragma omp parallel for schedule(static) if (!s->decoding && !KV_DEV(s))
     for (int g = 0; g < G; g++) {
-        char *bound = x->head[l * G + g].bound;
-        if (KV_DEV(s)) page_bounds_cuda(s, l, g, bound, from, to, x->dtype);
+        if (KV_DEV(s)) page_bounds_cuda(s, l, g, bound[g], from, to, x->dtype);
         for (int p = from; p < to && !KV_DEV(s); p++)
-            page_bounds(s, x, kv_head(s, l, g), p, room + thread_id() * per, bound + p * bytes);
+            page_bounds(s, x, kv_head(s, l, g), p, room + thread_id() * per, bound[g] + p * bytes);
     }
 }
 
@@ -3246,7 +3166,7 @@ static void quest_choose(Session *s, const Quest *x, int l, const float *q, int 
     for (int g = 0; g < G; g++) {
         float *ug = u + (size_t)g * pages;
         int *page = rows_of + (size_t)g * best * (PAGE + 1), *rows = page + best;
-        page_scores(x, x->head[l * G + g].bound, pages, q + (size_t)g * R * D, R, D, room + thread_id() * per, ug);
+        page_scores(x, x->bound[l * G + g], pages, q + (size_t)g * R * D, R, D, room + thread_id() * per, ug);
         int n = top_k(ug, pages, best, page) * PAGE;
         for (int i = 0; i < n; i++) rows[i] = page[i / PAGE] * PAGE + i % PAGE;
         view_group(s, l, g, rows, n, pages * PAGE);
@@ -3273,13 +3193,9 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
     if (l < x->full_layers || s->n_tok <= quest_dense(s)) return;
     double t0 = now();
     float *u = scratch(s, (size_t)G * pages * sizeof *u);
-    if (KV_DEV(s)) {
-        const char *bound[MAX_G];
-        for (int g = 0; g < G; g++) bound[g] = x->head[l * G + g].bound;
-        quest_select_cuda(s, l, bound, pages, x->head[l * G].cap, best, q, x->dtype, traced(s, l) ? u : NULL);
-    } else {
-        quest_choose(s, x, l, q, pages, best, u);
-    }
+    const char *const *bound = (const char *const *)x->bound + l * G;
+    if (KV_DEV(s)) quest_select_cuda(s, l, bound, pages, x->cap[l], best, q, x->dtype, traced(s, l) ? u : NULL);
+    else quest_choose(s, x, l, q, pages, best, u);
     for (int g = 0; g < G && traced(s, l); g++)
         trace_f32(s, u + (size_t)g * pages, pages, 0, "layer%02d.head%02d.quest.scores", l, g);
     timed(&s->clk.index, t0);
@@ -3289,7 +3205,7 @@ static void quest_select(Session *s, void *ms, int l, const float *q) {
 static size_t quest_bytes(const Session *s, const void *ms) {
     const Quest *x = ms;
     size_t n = 0;
-    for (int i = 0; i < s->c->L * s->c->G; i++) n += x->head[i].cap * bounds_bytes(s, x);
+    for (int l = 0; l < s->c->L; l++) n += s->c->G * x->cap[l] * bounds_bytes(s, x);
     return n;
 }
 
@@ -3307,7 +3223,7 @@ static void quest_trace(Session *s, void *ms, int l) {
     size_t numbers = (size_t)n * 2 * D;
     float *bound = scratch(s, numbers * sizeof *bound);
     for (int g = 0; g < s->c->G; g++) {
-        to_f32(bound, near_here(s, x->head[l * s->c->G + g].bound, n * bounds_bytes(s, x)), x->dtype, numbers);
+        to_f32(bound, near_here(s, x->bound[l * s->c->G + g], n * bounds_bytes(s, x)), x->dtype, numbers);
         trace_f32(s, bound, n, 2 * D, "layer%02d.head%02d.quest.bounds", l, g);
     }
 }
@@ -4224,7 +4140,7 @@ static int pats_decide(Pats *x, int T) {
 // layer waits for the end, because that part may read raw rows there.
 static void pats_commit(Session *s, void *ms, int l, const float *q, int T_pass) {
     Pats *x = ms;
-    int L = s->c->L, G = s->c->G, end = l == L, late = turn_hooks(s);
+    int L = s->c->L, G = s->c->G, end = l == L, late = s->acts;
     if (!x->b_max) return;
     if (x->decided != s->n_tok) {
         x->due = pats_decide(x, s->n_tok);
@@ -6122,8 +6038,8 @@ static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
         { "the best of the logits", sizeof(BestLogits) + (V / BEST_CHUNK + 1) * (MAX_BEST * sizeof(Cand) + f), GPU },
         { "tokens", p->ctx * (sizeof(Token) + sizeof(int)), BOTH },
         { "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s), GPU },
-        { "scores of every row", (turn_hooks(s) ? 4 : 1) * scores, BOTH },              // 4: hooks choose rows by them
-        { "scores of queries", turn_hooks(s) ? max_size(scores, min_size(span * scores, (size_t)64 << 20)) : 0, GPU },
+        { "scores of every row", (s->acts ? 4 : 1) * scores, BOTH },              // 4: hooks choose rows by them
+        { "scores of queries", s->acts ? max_size(scores, min_size(span * scores, (size_t)64 << 20)) : 0, GPU },
         { "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0, BOTH },  // line_batch_cuda
     };
     for (size_t i = 0; i < sizeof room / sizeof *room; i++) {
@@ -6140,7 +6056,7 @@ static void plan_rows(MemoryPlan *p, const Session *s) {
     const Config *c = s->c;
     size_t row = raw_row_bytes(s), heads = (size_t)c->L * c->G;
     int kept = rows_kept(s, p->ctx), raw = min_int(kept + min_int(kept / 8, KV_GROWTH), p->ctx);
-    int by_layer = s->packing && !turn_hooks(s);           // else packing waits for the end of a pass
+    int by_layer = s->packing && !s->acts;           // else packing waits for the end of a pass
     size_t packed = by_layer ? s->packing->plan(s, p->ctx, &raw) : 0;
     size_t held = round_to_step(raw), all = round_to_step(rows_at_once(s, p->ctx));
     size_t others = heads - c->G;

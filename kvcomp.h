@@ -250,6 +250,10 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     int  n_part, n_observer;
     int  watched;               // 1: some observer has a hook watch
     int  wants, rule;           // of all parts together
+    int  attends, evicts;       // 1: some part has a hook attend; drops rows
+    // 1: rule or hooks act in a prefill beyond what the model does. Then a part that packs rows waits for the end of the
+    // pass, because others read them until then
+    int  acts;
     // queries of a turn's last tokens that commit gets at least: 1 with KV_QUERY; an open hook, or who
     // adds a part, may raise it
     int  queries;
@@ -501,7 +505,7 @@ void  watch(Session *s, int moment, int l, const float *x);     // calls the hoo
 
 const float *prefill(Session *s, const int *ids, int n);    // one turn -> logits (V) of its last id
 const float *decode (Session *s, int id);       // one token -> logits (V), unless Session.picked has the best
-int session_evicts(const Session *s);           // does a part drop rows?
+static inline int session_evicts(const Session *s) { return s->evicts; }       // does a part drop rows?
 
 // -c allows no more rows: compresses at once, as at a prefill's end -> rows fewer in the longest head; 0: none
 int session_compress(Session *s);

@@ -2590,11 +2590,11 @@ TEST(quest_bound, "u bounds q.k for every key of the page, whatever the storage;
                 for (int i = 0; i < 20; i++) decode(s, i);
             }
             for (int d = 0; d < 48; d++) q[d] = rnd_normal();
-            page_scores(x, x->head[g].bound, 270 / 16, q, 2, 24, room, u);
+            page_scores(x, x->bound[g], 270 / 16, q, 2, 24, room, u);
             for (int r = 0; r < 256; r++) {
                 int bad = 0;
                 kv_load_k(s, kv_head(s, 0, g), NULL, r, 1, key);
-                to_f32(bound, x->head[g].bound + (size_t)(r / 16) * 48 * dtype_size(x->dtype), x->dtype, 48);
+                to_f32(bound, x->bound[g] + (size_t)(r / 16) * 48 * dtype_size(x->dtype), x->dtype, 48);
                 for (int d = 0; d < 24; d++) bad += bound[d] < key[d] || bound[24 + d] > key[d];
                 for (int h = 0; h < 2; h++) bad += dot_f32(q + 24 * h, key, 24) > u[r / 16] + 1e-4f;
                 CHECK(!bad, "%s: row %d", more, r);

@@ -1153,8 +1153,7 @@ static int index_differs(const Pair *p) {
     if (*p->c->part[0].m->name == 'l') return trees_differ(p->c, p->c->part[0].ms, p->d->part[0].ms);
     const Quest *a = p->c->part[0].ms, *b = p->d->part[0].ms;
     size_t bytes = p->c->n_tok / PAGE * bounds_bytes(p->c, a);
-    for (int i = 0; i < c->L * c->G; i++)
-        bad += a->head[i].bound && bytes_differ(a->head[i].bound, b->head[i].bound, bytes);
+    for (int i = 0; i < c->L * c->G; i++) bad += a->bound[i] && bytes_differ(a->bound[i], b->bound[i], bytes);
     return bad;
 }
 
