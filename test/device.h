@@ -1543,7 +1543,7 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
     };
     for (int i = 0; emulated() && i < 8; i++) {
         OWN_MODEL Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
-        weights_done(m.w, m.c);
+        weights_count(m.w, m.c);
         emu_most_memory();
         CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
         Session *s = cuda_session(m, run[i].method, run[i].text);
@@ -1586,7 +1586,7 @@ static const char *device_chosen(Tiny m) {
 TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model or for the trial "
                 "keeps it on the CPU") {
     OWN_MODEL Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31);
-    weights_done(m.w, m.c);
+    weights_count(m.w, m.c);
     OWN_OPTIONS Options *like = options_of_program();
     double e = device_trial(like);
     CHECK(e >= 0 && e < 1e-3, "the trial: %g", e);
@@ -1678,7 +1678,7 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
 TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could not hold the raw rows of all "
                        "layers beside the weights and rooms runs it") {
     OWN_MODEL Tiny m = tiny_model(8, 1, 1, 32, 16, 16, 53, 31);
-    weights_done(m.w, m.c);
+    weights_count(m.w, m.c);
     OWN_SESSION Session *s = cuda_session(m, "pats",
                               "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
                               "ctv=f16");
