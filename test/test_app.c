@@ -917,7 +917,7 @@ static const struct { const char *part; int aim, most; } floors[] = {
     { "lib/checkpoint", 1000, 1439 },
     { "lib/tokenizer", 1200, 1689 },
     { "lib/template", 900, 1452 },
-    { "kvcomp", 6200, 6988 },
+    { "kvcomp", 6200, 6989 },
     { "app/options", 300, 399 },
     { "app/terminal", 400, 662 },
     { "app/trace", 140, 137 },
