@@ -940,7 +940,7 @@ typedef struct {            // what one thread works on
     const float *skip_s;    // and not -INFINITY; NULL: it reads every row it may see
 } Tile;
 
-static const View every_row;
+static const View every_row;    // that of a head in a prefill
 
 // A Tile for every thread, in scratch memory.
 static Tile *tiles_new(Session *s) {
@@ -1837,6 +1837,7 @@ typedef struct {
     int sink;                   // first rows that are always kept; of `window` none
 } Streaming;
 
+// `window` has no sinks, so any budget is legal.
 static int window_open(Session *s, void *ms) {
     if (opt_int(s->opt, "streaming-rerotate") && s->c->windowed)
         return refuse(s, "--streaming-rerotate: this model's sliding windows count original positions");
