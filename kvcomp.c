@@ -1457,12 +1457,11 @@ static void mean_rows(Session *s, int l, const float *q, int tok0, int w, int li
             c.q = q + (size_t)first * H * D;
             c.tok0 = tok0 + first;
             int len = c.hd->len, chunks = (len + COLUMN_CHUNK - 1) / COLUMN_CHUNK;
-            int shared = worth_threads((size_t)c.m * len * D);
             column_queries(s, &c);
-            #pragma omp parallel for schedule(static) if (shared)
+            #pragma omp parallel for schedule(static) if (worth_threads((size_t)c.m * len * D))
             for (int k = 0; k < chunks; k++) column_exps(s, &c, &tiles[thread_id()], k);
             columns_join(&c, chunks, w);
-            #pragma omp parallel for schedule(static) if (shared)
+            #pragma omp parallel for schedule(static) if (worth_threads((size_t)c.m * len * D))
             for (int k = 0; k < chunks; k++) column_sums(&c, &tiles[thread_id()], k, lists, first > 0, to, N);
             for (int k = 0; k < lists; k++) memset(to + k * N + len, 0, (N - len) * f);
         }
