@@ -21,7 +21,7 @@
 //      PRODUCTS: weights as numbers, norms, matrix products
 //    1 MODEL: a pass over the model, launch by launch
 //    2 CACHE: rows of K and V: rotated, rounded, appended, moved; views that the device chooses
-//    3 ATTENTION: five attention kernels, sums over queries
+//    3 ATTENTION: four attention kernels, plans, sums over queries
 //    4 THE DECODE LOOP: a decode step as one CUDA graph; opening and closing the device
 //    5 STREAMINGLLM: nothing of its own; section 2 moves the rows that stay
 //    6 BASELINES: selection at a prefill's end: pooled scores, top-k, AdaKV's shares; moments
