@@ -2743,11 +2743,9 @@ static Plan plan_scores(Session *s, int l, int g0, int ng, int tok0, int n) {
     Reader by = general_reader(n * R);
     int all = blocks((size_t)n * R, by.BQ);
     Plan p = { by, (Work *)scratch(s, (size_t)ng * all * sizeof(Work)) };
-    for (int b = 0; b < all; b++)
-        for (int g = g0; g < g0 + ng; g++) {
-            int m0 = b * by.BQ;
+    for (int m0 = 0; m0 < n * R; m0 += by.BQ)
+        for (int g = g0; g < g0 + ng; g++)
             p.work[p.n_work++] = { g, g * R, R, m0, min_int(n * R - m0, by.BQ), kv_head(s, l, g)->len, tok0 };
-        }
     return p;
 }
 
