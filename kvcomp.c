@@ -6039,8 +6039,8 @@ static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
         { "tokens", p->ctx * (sizeof(Token) + sizeof(int)), BOTH },
         { "second copy of a head that grows", round_to_step((int)N) * raw_row_bytes(s), GPU },
         { "scores of every row", (s->acts ? 4 : 1) * scores, BOTH },              // 4: hooks choose rows by them
-        { "scores of queries", s->acts ? max_size(scores, min_size(span * scores, (size_t)64 << 20)) : 0, GPU },
-        { "samples of a sparse prefill", sparse ? min_size(64 * scores, (size_t)1 << 30) : 0, BOTH },  // line_batch_cuda
+        { "scores of queries", s->acts ? max_size(scores, min_size(span * scores, SCORES_BYTES)) : 0, GPU },
+        { "samples of a sparse prefill", sparse ? min_size(64 * scores, PROBS_BYTES) : 0, BOTH },
     };
     for (size_t i = 0; i < sizeof room / sizeof *room; i++) {
         size_t n = room[i].bytes;

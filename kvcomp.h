@@ -527,7 +527,9 @@ int span_end (const Session *s, int t0, int T);
 int span_room(const Session *s, int T);
 
 enum { PLAN_LINES = 32 };
-static const size_t DEVICE_OWN = (size_t)256 << 20;    // cuBLAS, the graph of a step, gaps between rows
+static const size_t DEVICE_OWN   = (size_t)256 << 20;   // cuBLAS, the graph of a step, gaps between rows
+static const size_t SCORES_BYTES = (size_t)64 << 20;    // of some queries' scores at once; those of one may take more
+static const size_t PROBS_BYTES  = (size_t)1 << 30;     // of all heads' sampled probabilities; more: of a KV head's
 
 typedef struct {                // one allocation of a memory plan, or a few that belong together
     const char *what;
