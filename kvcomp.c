@@ -1834,11 +1834,14 @@ int refuse(Session *s, const char *fmt, ...) {
 
 typedef struct {
     int sink;                   // first rows that are always kept; of `window` none
+    int rerotate;               // 1: a row's position becomes its place in the cache
 } Streaming;
 
 // `window` has no sinks, so any budget is legal.
 static int window_open(Session *s, void *ms) {
-    if (opt_int(s->opt, "streaming-rerotate") && s->c->windowed)
+    Streaming *x = ms;
+    x->rerotate = opt_int(s->opt, "streaming-rerotate");
+    if (x->rerotate && s->c->windowed)
         return refuse(s, "--streaming-rerotate: this model's sliding windows count original positions");
     return 0;
 }
@@ -1855,10 +1858,10 @@ static int streaming_open(Session *s, void *ms) {
 // after a decode step. Every head holds the same rows.
 static void streaming_commit(Session *s, void *ms, int l, const float *q, int T) {
     Streaming *x = ms;
-    int B = budget_now(s), sink = min_int(x->sink, B), rerotate = opt_int(s->opt, "streaming-rerotate");
+    int B = budget_now(s), sink = min_int(x->sink, B);
     if (s->n_tok <= B) return;                          // D10
     if (l == s->c->L) {                                 // the pass is over: the next token stands behind the rows
-        if (rerotate) s->pos_next = kv_longest(s, 0);
+        if (x->rerotate) s->pos_next = kv_longest(s, 0);
         return;
     }
 
@@ -1866,7 +1869,7 @@ static void streaming_commit(Session *s, void *ms, int l, const float *q, int T)
     for (int r = 0; r < N; r++)
         if (r < sink || r >= N - (B - sink)) keep[n++] = r;
     kv_keep(s, l, keep, 0, &n);                         // one list for all heads
-    for (int g = 0; g < s->c->G && rerotate; g++)
+    for (int g = 0; g < s->c->G && x->rerotate; g++)
         for (int r = 0; r < n; r++) kv_repos(s, l, g, r, r);
 }
 
