@@ -116,7 +116,6 @@ typedef struct {
     float *k, *v;       // (span,G,D) keys and values
     float *h;           // (b,C) a normed input, or the output of a product
     float *gate, *up;   // (b,F) inside the MLP
-    int T;
 } Pass;
 
 // Must the queries of a whole turn be there at once, for an attend hook or the rule?
@@ -148,7 +147,7 @@ int span_room(const Session *s, int T) {
 // Room for a pass over T tokens.
 static Pass pass_room(Session *s, int T) {
     const Config *c = s->c;
-    Pass r = { .T = T };
+    Pass r = { 0 };
     size_t f = sizeof(float), n = span_room(s, T), b = min_int(s->batch, T);
     r.x    = scratch(s, (size_t)T * c->C * f);
     r.cs   = scratch(s, (size_t)T * c->D * f);
@@ -927,7 +926,7 @@ typedef struct {            // what one thread works on
     int m;                  // the queries,
     float *q;               // (m,D)
     struct Q8Query *q8;     // the same as integers, for keys of q8_0 (D89); NULL: keys are not
-    int tok[Q_BLOCK];       // (m) their tokens, ascending: indices into Session.tok
+    int tok[Q_BLOCK];       // (m) their tokens, the oldest first: indices into Session.tok
     int p, n;               // the rows they meet, those at places p .. p+n-1 of a view,
     const int *row;         // (n) their numbers, ascending
     int rows[KV_TILE];      // room for these
@@ -957,8 +956,8 @@ static Tile *tiles_new(Session *s) {
     return t;
 }
 
-// The tile's queries: those of n tokens, the t0-th of q and the next ones or, with `at`, those that at (n) lists, and of
-// R heads from h0 on. Query i R + r is head h0 + r of the i-th; the 0-th of q is token tok0.
+// The tile's queries: those of n tokens, the t0-th of q and the next ones or, with `at`, those that at (n) lists, and
+// of R heads from h0 on. Query i R + r is head h0 + r of the i-th; the 0-th of q is token tok0.
 static void tile_queries(const Session *s, Tile *t, const float *q, const int *at, int t0, int n, int tok0, int h0,
                          int R) {
     size_t D = s->c->D, H = s->c->H;
@@ -968,7 +967,7 @@ static void tile_queries(const Session *s, Tile *t, const float *q, const int *a
         memcpy(t->q + i * R * D, q + (from * H + h0) * D, R * D * sizeof(float));
         for (int r = 0; r < R; r++) t->tok[i * R + r] = tok0 + from;
     }
-    if (t->q8) q8_queries(t->q8, t->q, t->m, (int)D);
+    if (dtype_in_place(s->fk, (int)D) == ROWS_Q8) q8_queries(t->q8, t->q, t->m, (int)D);
 }
 
 // The tile's rows: those at places p .. p+n-1 of the view w.
@@ -987,8 +986,8 @@ int layer_window(const Session *s, int l) {
     return s->c->windowed && s->c->windowed[l] ? s->c->window : 0;
 }
 
-// 1: every query of the tile sees every row of it; 0: look at each pair. Queries and rows are ascending, so the causal
-// part is settled by the first query and the newest row.
+// 1: every query of the tile sees every row of it; 0: look at each pair. The first query is the oldest and rows are
+// ascending, so the causal part is settled by that query and the newest row.
 static int all_visible(const Session *s, const KVHead *hd, const Tile *t) {
     // The head's newest row is asked first: it settles most decode steps and lies in the cache,
     // while the tile's newest one would have to come from memory.
@@ -1034,9 +1033,9 @@ static void skip_cells(const Tile *t) {
         }
 }
 
-// Can a row of the tile lie inside the sliding window of its first query, or of a later one? If not, it need not be read
-// at all. Positions are those of tokens, as in kv_visible; SONIC's need not rise from row to row, so under its rules
-// every tile is read.
+// Can a row of the tile lie inside the sliding window of its first query, or of a later one? If not, it need not be
+// read at all. Positions are those of tokens, as in kv_visible; SONIC's need not rise from row to row, so under its
+// rules every tile is read.
 static int tile_in_window(const Session *s, int l, const KVHead *hd, const Tile *t) {
     int w = layer_window(s, l);
     return !w || s->rule != VIS_CAUSAL || s->tok[hd->src[t->row[t->n - 1]]].pos > s->tok[t->tok[0]].pos - w;
@@ -1311,8 +1310,9 @@ void attn_decode(Session *s, int l, float *out, const float *q) {
 
     for (const DecodeGroup *d = group; d < group + n_groups; d++) {
         KVHead *hd = kv_head(s, l, d->g);
+        const float *own = part + (d - group) * most * chunk;
         for (int i = 0; i < d->m; i++)
-            chunks_join(tiles, i, part + (d - group) * most * chunk, chunk, d->chunks, D, out + (size_t)(d->h0 + i) * D);
+            chunks_join(tiles, i, own, chunk, d->chunks, D, out + (size_t)(d->h0 + i) * D);
         double bytes_a_row = (double)head_row_bytes(s, hd) / (hd->packed + hd->cap);
         s->clk.bytes_attended += (double)d->n * bytes_a_row;
         if (!hd->mass) continue;
@@ -1621,8 +1621,8 @@ int method_file(const Method *m, const Config *c, const Options *o, char path[11
 
 // From "loopserve-p+lychee+pats" to three parts, each with its state, in the order of the timeline: prefill, select,
 // store; and the session gets what they want together. 0, or -1 with the reason in s->err: two parts that decide the
-// same thing cannot be combined, and --chunk is not for a part that looks at a turn as a whole, at its tokens before the
-// pass or at all its queries at once.
+// same thing cannot be combined, and --chunk is not for a part that looks at a turn as a whole, at its tokens before
+// the pass or at all its queries at once.
 static int parts_parse(Session *s, const char *spec) {
     static const char *decides[] = {        // by bit of a role
         "the prefill attention", "which rows are kept or read", "how rows are stored",
@@ -1640,8 +1640,6 @@ static int parts_parse(Session *s, const char *spec) {
                 if (p->m->role & m->role & 1 << bit)
                     return refuse(s, "--method=%s: %s and %s cannot be combined, both decide %s", spec,
                                   p->m->name, m->name, decides[bit]);
-        if (s->chunk && (m->enter || m->attend))
-            return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, m->name);
         s->wants |= m->wants;
         if (m->wants & KV_QUERY) s->queries = 1;
         if (m->rule) s->rule = m->rule;
@@ -1654,6 +1652,9 @@ static int parts_parse(Session *s, const char *spec) {
         s->part[at] = (Part){ m, xcalloc(1, m->state + 1) };
         name = name[n] ? name + n + 1 : NULL;
     }
+    EACH_PART(s, p)
+        if (s->chunk && (p->m->enter || p->m->attend))
+            return refuse(s, "--chunk %d: %s sees a whole turn at once", s->chunk, p->m->name);
     return 0;
 }
 
@@ -1826,7 +1827,8 @@ int refuse(Session *s, const char *fmt, ...) {
 //
 //   keep row r of a head with N rows  iff  r < sink  or  r >= N - (B - sink)
 //
-// So a head holds at most B rows, at the end of a prefill and after every decoded token: the rolling cache of the paper.
+// So a head holds at most B rows, at the end of a prefill and after every decoded token: the rolling cache of the
+// paper.
 //
 // **Differs from the paper:** rows keep their positions; --streaming-rerotate numbers them anew inside the cache, as
 // the paper does.
@@ -2353,9 +2355,9 @@ static void moments_add(const Session *s, double *sum, double *outer, const floa
 static void expected_project(Session *s, void *ms, int l, const float *q, const float *k,
                              const float *v, int t0, int n) {
     Expected *x = ms;
+    if (s->decoding) return;
     int H = s->c->H, D = s->c->D, sink = sinks(s, 4);
     size_t all = (size_t)s->c->L * H * D, bytes = all * (D + 1) * sizeof(double);
-    if (s->decoding) return;
     if (!x->sum) x->sum = KV_DEV(s) ? (double *)near_zero_cuda(bytes) : xcalloc(1, bytes);
     for (int t = 0; t < n; t++)
         if (s->tok[s->base + t0 + t].pos >= sink) x->n[l]++;
@@ -2449,27 +2451,30 @@ static void expected_scores(Session *s, int l, const float *mu, const float *cov
 // The end of a prefill: every KV head of layer l keeps its sinks and the candidates with the best
 // scores, B in all.
 static void expected_commit(Session *s, void *ms, int l, const float *q, int T) {
-    int B = budget_now(s), H = s->c->H, D = s->c->D, G = s->c->G, R = H / G, sink = sinks(s, 4);
-    float epsilon = (float)opt_real(s->opt, "ea-epsilon");
+    int B = budget_now(s), H = s->c->H, D = s->c->D, G = s->c->G, R = H / G;
     if (!snap_due(s, l, B)) return;
+    int sink = sinks(s, 4);
+    float epsilon = (float)opt_real(s->opt, "ea-epsilon");
     size_t N = kv_longest(s, l), HD = (size_t)H * D, f = sizeof(float);
     float *mu = scratch(s, HD * (D + 1) * f), *cov = mu + HD;
     float *z = scratch(s, H * N * f), *score = scratch(s, G * N * f), *square = scratch(s, G * N * f);
     expected_queries(s, ms, l, mu, cov);
     expected_scores(s, l, mu, cov, z, square, N);
-    for (int g = 0; g < G; g++, score += N, square += N) {
+    #pragma omp parallel for schedule(static)
+    for (int g = 0; g < G; g++) {
         const KVHead *hd = kv_head(s, l, g);
+        float *to = score + g * N;
         int first = 0, n = hd->len;
-        for (; first < n && hd->src[first] < sink; first++) score[first] = INFINITY;     // the first rows stay
+        for (; first < n && hd->src[first] < sink; first++) to[first] = INFINITY;        // the first rows stay
         for (int r = 0; r < R; r++) {
             float *p = z + (g * R + r) * N, sum = 0;
             exp_shift(p + first, max_f32(p + first, n - first), n - first, &sum);
             for (int c = first; c < n; c++) p[c] /= sum;                                    // softmax_c(z)
         }
-        join_heads(score + first, z + g * R * N + first, n - first, N, R);
-        for (int c = first; c < n; c++) score[c] = (score[c] + epsilon) * sqrtf(square[c]);      // score_c
+        join_heads(to + first, z + g * R * N + first, n - first, N, R);
+        for (int c = first; c < n; c++) to[c] = (to[c] + epsilon) * sqrtf(square[g * N + c]);    // score_c
     }
-    keep_best(s, l, score - G * N, B);
+    keep_best(s, l, score, B);
 }
 
 static const Opt expected_opts[] = {
@@ -2764,8 +2769,10 @@ static void group_attend(Session *s, int l, int g, const Lines *lines, float *ou
     uint64_t *need = scratch(s, (size_t)n_threads() * words * sizeof *need);
     int *cols = scratch(s, (size_t)n_threads() * n * sizeof *cols);
     float *parts = scratch(s, (size_t)n_threads() * room * sizeof *parts);
-    #pragma omp parallel for schedule(static) if (worth_threads(n * D))
-    for (int v = 0; v < 2; v++) load_rows(s, &hd, v, NULL, 0, hd.len, rows[v], DT_F32);
+    #pragma omp parallel for collapse(2) schedule(static) if (worth_threads(n * D))
+    for (int v = 0; v < 2; v++)
+        for (int r = 0; r < hd.len; r += KV_TILE)
+            load_rows(s, &hd, v, NULL, r, min_int(hd.len - r, KV_TILE), rows[v] + (size_t)r * D, DT_F32);
     for (int r = 0; r < R; r++) plan[r] = plan_new(s, &lines[g * R + r]);
     as.fk = as.fv = format_find("f32");
     hd.packed = 0;
@@ -3306,7 +3313,7 @@ const Method quest_method = {
 //   Algorithm 2, line 1 -> sample_rows
 //   Algorithm 2, line 4 -> line_probs, line_probs_cuda
 //   Algorithm 2, line 5 -> residuals, line_residuals
-//   Algorithm 2, line 6 -> best_line
+//   Algorithm 2, line 6 -> select_faithful, best_line
 //   Algorithm 2, lines 9 to 17 -> select_faithful, best_line, take_line, segment_best, take_one
 //   Algorithm 3, lines 3, 6 -> loopserve_steady
 //   Algorithm 3, line 4 -> loop_select, loopserve_select, ring_put, ring_put_cuda, head_put
@@ -3324,6 +3331,8 @@ typedef struct {
     int min_context;            // heads with at most so many rows are computed in full
 
     // Decode, Algorithm 3.
+    int first;                  // the token of an answer at which the first choice is made
+    int interval;               // n_d: tokens from one choice to the next
     int obs;                    // queries that choose, |X^obs|; 0: this part chooses none in decode (loopserve-p)
     int prompt_end;             // number of tokens when the last prefill ended
     int ring_from;              // the ring holds no queries of tokens before this one
@@ -3351,8 +3360,8 @@ static double cells_all(const Lines *a) {
     return .5 * ((double)a->n * (a->n + 1) - (double)a->p0 * (a->p0 + 1));
 }
 
-// The sum of the lengths of all lines, which Eq. 1 minimises. A cell where a vertical and a slash cross counts twice, as
-// it does there.
+// The sum of the lengths of all lines, which Eq. 1 minimises. A cell where a vertical and a slash cross counts twice,
+// as it does there.
 static double cells_of(const Lines *a) {
     double sum = 0;
     for (int x = 0; x < a->n; x++) {
@@ -3363,7 +3372,8 @@ static double cells_of(const Lines *a) {
 }
 
 // ---- what a line is worth
-// Line `id` of a head with n rows is slash id, or vertical id - n: of equal lines the one with the smaller id is chosen.
+// Line `id` of a head with n rows is slash id, or vertical id - n: of equal lines the one with the smaller id is
+// chosen.
 
 typedef struct {                // attention of the sampled rows: [0] selecting, [1] validating ones
     double rec[2];              // in the cells of the lines that are always taken, and then of all chosen ones
@@ -3407,9 +3417,9 @@ enum { GAIN_BLOCK = 64 };                                // lines whose largest 
 static const double LEAST_GAIN = 1e-12;                  // a residual of no more counts as nothing
 
 // The line with the largest of the gains g (n); -1: none gains anything. With p, g are residuals, and the largest one
-// per length is wanted. Gains only fall, so the largest of a block as it was at some earlier moment, top (n / GAIN_BLOCK,
-// rounded up; INFINITY at first), is never too small: if the block with the largest one still has it, the best line is
-// there.
+// per length is wanted. Gains only fall, so the largest of a block as it was at some earlier moment, top (n /
+// GAIN_BLOCK, rounded up; INFINITY at first), is never too small: if the block with the largest one still has it, the
+// best line is there.
 static int best_line(const double *g, double *top, int n, const LineSample *p) {
     for (;;) {
         int block = 0, best = -1;
@@ -3533,7 +3543,7 @@ static void loop_choose(const void *ms, const LineSample *p, Lines *a, double *r
 }
 
 // The choice on a device, some KV heads at a time: the GPU computes the probabilities and chooses the lines. Only
-// the paper's own loop (variant a) sorts and chooses on the host.
+// the paper's own loop (variant a) chooses on the host.
 static void loop_heads_device(Session *s, const LoopServe *x, const LineChoice *c) {
     int G = s->c->G, R = s->c->H / G, l = c->l, groups = line_batch_cuda(s, l, c->m), heads = groups * R;
     for (int h0 = 0; h0 < G * R; h0 += heads) {
@@ -3687,9 +3697,10 @@ static void loop_select(Session *s, const LoopServe *x, int l) {
 // Method.steady: a step that chooses nothing launches the same kernels as the one before it. It chooses rows when it is
 // due: n_o counts the tokens of the answer so far, this step's included.
 static int loopserve_steady(const Session *s, const void *ms) {
+    const LoopServe *x = ms;
     int n_o = s->step + 1;                               // Algorithm 3, line 6
-    int n = n_o - opt_int(s->opt, "loopserve-first");
-    return n < 0 || n % opt_int(s->opt, "loopserve-interval");           // Algorithm 3, line 3
+    int n = n_o - x->first;
+    return n < 0 || n % x->interval;                     // Algorithm 3, line 3
 }
 
 // Method.select: remembers the queries q (H,D) of this step and, when a choice is due, chooses the
@@ -3750,8 +3761,10 @@ static int loopserve_p_open(Session *s, void *ms) {
 // Method.open of both halves, and of decode, which makes nothing of the rest.
 static int loopserve_open(Session *s, void *ms) {
     LoopServe *x = ms;
+    x->first = opt_int(s->opt, "loopserve-first");
+    x->interval = opt_int(s->opt, "loopserve-interval");
     x->obs = opt_int(s->opt, "loopserve-obs");
-    if (!x->obs) x->obs = opt_int(s->opt, "loopserve-interval");
+    if (!x->obs) x->obs = x->interval;
     s->queries = max_int(s->queries, x->obs);
     return loopserve_p_open(s, x);
 }
@@ -3887,7 +3900,7 @@ const Method loopserve_d_method = {
 //
 // Map:
 //   Sec. 3, b(t) -> pats_schedule, pats_bits
-//   Sec. 3, w -> regions_of, pats_write_row, repack_kernel
+//   Sec. 3, w -> regions_of, pats_repacked, repack_kernel
 //   Sec. 3, B -> block_elements, pats_row_bytes, pats_write_row, repack_kernel, packed_half
 //   Sec. 3, fetch -> unpack_f16, pats_load_region, packed_half, rows_unpack
 //
@@ -3976,7 +3989,7 @@ static size_t pats_row_bytes(int rows64, int D, int w) {
 
 // Packs one row h (D) f16 to p: its bits below the upper w are cut.
 static void pats_write_row(unsigned char *p, const uint16_t *h, int D, int w, int rows64) {
-    int B = rows64 ? block_elements(w) : D;
+    int B = rows64 ? block_elements(w) : D;              // Sec. 3, B
     for (int c = 0; c < D; c += B, p += PATS_BLOCK) pack_bits(p, h + c, min_int(B, D - c), w);
 }
 
@@ -4008,9 +4021,9 @@ static unsigned char *pats_row(int rows64, char *memory, const Region *g, int r,
     return (unsigned char *)memory + g->base + (size_t)(r - g->row0) * pats_row_bytes(rows64, D, g->w);
 }
 
-// The table (an stb array) of n packed rows, of which row i is row keep[i] of a head with the tokens src: each has lost
-// the bits that `lost` says of its token. *bytes: what K takes under it, the guard behind the last row included; V takes
-// as many.
+// The table (an stb array) of n packed rows. Row i is row keep[i] of a head whose rows are the tokens src; it has lost
+// the bits that `lost` says of its token. *bytes: what K takes under it, the guard behind the last row included; V
+// takes as many.
 static Region *regions_of(const unsigned char *lost, const int *src, const int *keep, int n, int rows64, int D,
                           size_t *bytes) {
     Region *reg = NULL;
@@ -4073,22 +4086,25 @@ static char *pats_repacked(const Session *s, const KVHead *h, int v, const Regio
     const Region *old = h->reg;
     uint16_t row[PATS_MAX_D];
     for (int i = 0; i < n; i++) {
-        int from = keep[i];
-        if (from < h->packed) {
-            old = region_of(old, from);
-            pats_load_region(rows64, old, pats_row(rows64, held, old, from, D), 1, D, row);
-        } else {
-            memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
-        }
+        int from = keep[i], packed = from < h->packed;
         reg = region_of(reg, i);
-        pats_write_row(pats_row(rows64, to, reg, i, D), row, D, reg->w, rows64);
+        if (packed) old = region_of(old, from);
+        const unsigned char *p = packed ? pats_row(rows64, held, old, from, D) : NULL;
+        unsigned char *place = pats_row(rows64, to, reg, i, D);
+        if (packed && old->w == reg->w) {                // nothing is cut
+            memcpy(place, p, pats_row_bytes(rows64, D, reg->w));
+            continue;
+        }
+        if (packed) pats_load_region(rows64, old, p, 1, D, row);
+        else memcpy(row, raw + (size_t)(from - h->packed) * D * 2, (size_t)D * 2);
+        pats_write_row(place, row, D, reg->w, rows64);   // Sec. 3, w
     }
     return to;
 }
 
 // Packing.keep, and what packs: a head gets n packed rows with the bits that B[t] says, of which row i is its row
-// keep[i], packed or raw now. Bits that are cut stay cut, for a row is made of what is stored. The number of packed rows
-// may have changed, so move_rows follows and sizes src, pos and mass anew.
+// keep[i], packed or raw now. Bits that are cut stay cut, for a row is made of what is stored. The number of packed
+// rows may have changed, so move_rows follows and sizes src, pos and mass anew.
 static void pats_repack(Session *s, KVHead *h, const int *keep, int n) {
     const Pats *x = pats_of(s);
     size_t total;
@@ -4380,8 +4396,8 @@ static int text_tail(const Token *tok, int i, unsigned char *b) {
     return at;
 }
 
-// The character of b that ends before byte `end` (> 0); *at: its first byte. -1: b ends inside a character there. A byte
-// that is not part of valid UTF-8 is a character by itself: its value when it is ASCII, otherwise 0xfffd.
+// The character of b that ends before byte `end` (> 0); *at: its first byte. -1: b ends inside a character there. A
+// byte that is not part of valid UTF-8 is a character by itself: its value when it is ASCII, otherwise 0xfffd.
 static int char_before(const unsigned char *b, int end, int *at) {
     uint32_t c;
     int k = end - 1;
@@ -4394,7 +4410,8 @@ static int char_before(const unsigned char *b, int end, int *at) {
     return b[end - 1] < 0x80 ? b[end - 1] : 0xfffd;
 }
 
-// The level of the character c, which stands at byte `at` of b; WALK_ON or WALK_ENDS when it is no delimiter.
+// The level of the character c, which stands at byte `at` of b, read backwards from there; WALK_ON or WALK_ENDS when
+// it is no delimiter.
 // next: the byte after c. A mark inside 3.14, a.b, a::b, 10:30 or -> is none.
 static int delimiter_level(const unsigned char *b, int at, int c, int next) {
     int before = at > 0 ? b[at - 1] : 0, blank = at, run = 1;
@@ -4439,7 +4456,7 @@ static int boundary_level(const unsigned char *b, int len, int n, int next) {
     return level == CUT_NONE && word_ends ? CUT_BLANK : level;
 }
 
-// The level of the boundary behind token i. A control token ends what is before it as a line end does.
+// The level of the boundary behind token i of tok (i + 2). A control token ends what is before it as a line end does.
 static int level_after(const Token *tok, int i) {
     unsigned char b[TEXT_TAIL];
     int n, n_next, id = tok[i].id, then = tok[i + 1].id, from = text_tail(tok, i, b);
@@ -5755,7 +5772,8 @@ static void dililazy_commit(Session *s, void *ms, int l, const float *q, int T) 
     }
 
     // Sec. 3.3: every query head gets a view of its own: of the candidates, n (G) in each KV head, the best by score
-    // (H,N), as many as its capacity allows, and the last w rows. Candidates that no view of the group reads are dropped
+    // (H,N), as many as its capacity allows, and the last w rows. Candidates that no view of the group reads are
+    // dropped
     size_t N = kv_longest(s, l), ints = H * sizeof(int);
     int *n = scratch(s, ints), *n_of = scratch(s, ints), *kept = scratch(s, ints), *keep = scratch(s, N * ints);
     float *score = pooled_scores(s, &x->snap, l, q, T, w, POOL_ONLY, n);
@@ -5835,7 +5853,8 @@ const Method dililazy_method = {
 // Options: --budget (128, per query head), --obs-window (8), --kernel (7), --head-scores, --head-beta (1.2),
 // --headkv-score; the scores are made by --calibrate.
 
-// cap (L,H) = b_h of all n = L H heads. A model without any score shares evenly.
+// HeadCaps: cap (L,H) = b_h of all n = L H heads, from their scores (L,H) >= 0. A model without any score shares
+// evenly.
 static void headkv_caps(const double *score, int L, int H, int base, double beta, int *cap) {
     int n = L * H, pool = (int)floor(base / beta);  // what a head gives to the pool
     long left = (long)pool * n;
@@ -6003,8 +6022,8 @@ static size_t plan_line(MemoryPlan *p, const char *what, size_t bytes) {
     return bytes;
 }
 
-// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one: those of pass_cuda, and those of them
-// that the CPU has as well. sparse 1: a sparse prefill samples probabilities.
+// The rooms of the largest pass there is, a turn of ctx tokens, or a chunk of one: those of pass_cuda, and those of
+// them that the CPU has as well. sparse 1: a sparse prefill samples probabilities.
 static void plan_pass(MemoryPlan *p, const Session *s, int sparse) {
     const Config *c = s->c;
     size_t f = sizeof(float), H = c->H, G = c->G, D = c->D, C = c->C, F = c->F, V = c->V;

@@ -596,7 +596,6 @@ struct Pass {
     float *q, *out;             // (span,H,D)
     float *k, *v;               // (span,G,D)
     float *gate;                // (b,2F)
-    int T;
     int late;                   // commits_late
 };
 
@@ -606,7 +605,6 @@ static Pass pass_room(Session *s, int T) {
     int b = min_int(s->batch, T);
     Pass r;
     memset(&r, 0, sizeof r);
-    r.T = T;
     r.late = commits_late(s);
     size_t n = span_room(s, T), HD = (size_t)c->H * c->D, GD = (size_t)c->G * c->D;
     r.x = room<float>(s, ROOM_X, (size_t)T * c->C);
@@ -1601,9 +1599,9 @@ static KV_CALL void join_arrived(const Attn &a, int BQ) {
 //   Bound   memory in decode; in prefill the loads of score_rows and mix_tile from shared memory: one for
 //           every multiply-add, 2 D of each a cell (a query and a key), so a cell is 4 D / 32 = 16
 //           instructions of a warp at D 128
-// Without Attn.out there is no mixing: only max and sum are wanted. With Attn.score there is no softmax either: a scored
-// tile is stored as it is. With Attn.lines a query row reads what lies on its head's lines (section 7), and tiles that
-// need none of it are left out.
+// Without Attn.out there is no mixing: only max and sum are wanted. With Attn.score there is no softmax either: a
+// scored tile is stored as it is. With Attn.lines a query row reads what lies on its head's lines (section 7), and
+// tiles that need none of it are left out.
 
 struct AttendShared {
     float *q, *kv, *score;
@@ -2274,9 +2272,9 @@ static __device__ unsigned walk_next(Walk &x, const Attn &a, const HeadRef &h, c
 }
 
 // Asks for the K or V rows of the last tile, if there was one, 32 / LANES rows at a time. raw, packed: the lane's piece
-// of the first one of all rows; to: where its piece of the tile's first rows goes. The last piece may end up to 15 bytes
-// behind a row: memory of raw rows is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One group
-// of copies, empty if there was no tile.
+// of the first one of all rows; to: where its piece of the tile's first rows goes. The last piece may end up to 15
+// bytes behind a row: memory of raw rows is for a multiple of 8, and packed rows have PATS_GUARD bytes behind them. One
+// group of copies, empty if there was no tile.
 template <int KIND, int D, int NT>
 static __device__ void rows_ask(SharedAt to, const char *raw, const char *packed, const Walk &x, int tile) {
     typedef DecodeShape<KIND, D, NT> Shape;
@@ -2474,8 +2472,8 @@ decode_kernel(KV_PARAMETER(Attn) a, int BQ) {
 //
 // For the queries of a window, or of a whole pass: max and sum of every softmax row (SUMS 0), and with these sums of
 // columns (SUMS 1): out[h][r] = factor * sum over the n_q queries of the softmax probability of row r of head h. No row
-// of probabilities is ever stored: memory is O(H N). attend_kernel multiplies a key by one query after the other; here a
-// tensor core multiplies it by 16 queries, and a key in shared memory serves all query heads of its KV head.
+// of probabilities is ever stored: memory is O(H N). attend_kernel multiplies a key by one query after the other; here
+// a tensor core multiplies it by 16 queries, and a key in shared memory serves all query heads of its KV head.
 //
 //   Block   a stretch of `rows` rows of KV head blockIdx.y, in tiles of WINDOW_KEYS; 16 queries of as many of its query
 //           heads as there are warps. More heads and, with SUMS 0, more queries are further blocks (blockIdx.z)
@@ -2941,8 +2939,8 @@ static __device__ Work column_work(const Attn &a, const Work *list, int head) {
     return { g, head, 1, 0, 1, a.heads.at[g].len, a.tok0 };
 }
 
-// col (H,N) = the softmax probabilities of the queries whose scores attend_kernel has left in a.score, times factor, and
-// with `add` what there is; stat (n_q,H,2) has the max and the sum of their rows. A thread a position of query head
+// col (H,N) = the softmax probabilities of the queries whose scores attend_kernel has left in a.score, times factor,
+// and with `add` what there is; stat (n_q,H,2) has the max and the sum of their rows. A thread a position of query head
 // blockIdx.y. Bound by reading the scores once.
 static __global__ void
 columns_kernel(Attn a, const Work *list, const float *stat, float factor, int add, float *col) {
@@ -4307,15 +4305,14 @@ void quest_select_cuda(Session *s, int l, const char *const *bound, int pages, i
 // Map:
 //   Eq. 1 -> select_lines_kernel
 //   Algorithm 1, line 5 -> choose_lines_cuda
-//   Algorithm 2, line 4 -> attend_kernel, softmax_rows_kernel
+//   Algorithm 2, line 4 -> line_probs_cuda, attend_kernel, softmax_rows_kernel
 //   Algorithm 2, line 5 -> line_residuals
 //   Algorithm 2, line 12 -> segment_best, best_line
 //   Algorithm 2, line 13 -> take_one
 //   Algorithm 3, line 4 -> head_put, ring_put_cuda, ring_scores_cuda
 //   Algorithm 3, line 5 -> ring_scores_cuda, join_rows_cuda, ring_lists_kernel
-// On the host stay RandomSelect (line 1; sample_rows), variant a
-// (select_faithful), when a selection is due, views, and the answers that are prefilled
-// again (Definition 1).
+// On the host stay RandomSelect (line 1; sample_rows), variant a (select_faithful), when a selection is due, views,
+// and the answers that are prefilled again (Definition 1).
 //
 // Bits: scores of the ring agree with the CPU's to rounding, as window scores do; what is made of
 // them is exact. Lines are those of kvcomp.c for the same probabilities: gains are the CPU's
@@ -4479,9 +4476,9 @@ static KV_CALL BestLine segment_best(const Picks &a, int seg, BestLine *part) {
     return best_block(own, part);
 }
 
-// best_line of kvcomp.c: the line with the largest gain a cell; key 0: none gains anything. Gains only ever fall, so the
-// best key of a segment as it was at some earlier moment is never too small: if the segment with the largest one still
-// has it, the best line is there.
+// best_line of kvcomp.c: the line with the largest gain a cell; key 0: none gains anything. Gains only ever fall, so
+// the best key of a segment as it was at some earlier moment is never too small: if the segment with the largest one
+// still has it, the best line is there.
 static __device__ BestLine best_line(const Picks &a, BestLine *part) {
     for (;;) {
         BestLine top = { 0, 2 * a.n };

@@ -119,7 +119,7 @@ enum {                          // Method.role: what a method decides. Two parts
 // prefill goes through a layer in spans of about -b tokens, so that the queries of a whole turn are
 // never held, unless a hook `attend` wants them (D2, D90). With Session.dev set, q, k, v and out are
 // device memory: hand them on to the functions below, which know, or bring them to the host with
-// near_here(). Room for a while is scratch(): what a hook takes is given back when it returns.
+// near_here(). Room for a while is scratch(): what a hook takes is given back when those of all parts have returned.
 typedef struct Method {
     const char *name;
     const char *paper;          // citation, for --help METHOD
@@ -202,7 +202,7 @@ typedef struct Packing {        // rows that are not stored one by one (PATS)
     void (*load)(const Session *s, const KVHead *h, int v, int r0, int n, uint16_t *buf);
     // Where these rows lie, or the first of them.
     Ahead (*stored)(const Session *s, const KVHead *h, int v, int r0, int n);
-    // Of rows [0,packed) keep these (n, ascending), exactly as they are stored.
+    // Of rows [0,packed) keep these (n, ascending), with the bits that their tokens have by now.
     void (*keep)(Session *s, KVHead *h, const int *keep, int n);
     // The most bytes that the packed rows of a head take in a dialogue of n tokens, K and V
     // together, and the most rows beside them that are raw between two passes.
@@ -251,8 +251,8 @@ struct Session {                // one dialogue: its tokens, its rows, its metho
     int  watched;               // 1: some observer has a hook watch
     int  wants, rule;           // of all parts together
     int  attends, evicts;       // 1: some part has a hook attend; drops rows
-    // 1: rule or hooks act in a prefill beyond what the model does. Then a part that packs rows waits for the end of the
-    // pass, because others read them until then
+    // 1: rule or hooks act in a prefill beyond what the model does. Then a part that packs rows waits for the end of
+    // the pass, because others read them until then
     int  acts;
     // queries of a turn's last tokens that commit gets at least: 1 with KV_QUERY; an open hook, or who
     // adds a part, may raise it
@@ -517,7 +517,7 @@ void   pass_poll(Session *s);                           // gives the pass up if 
 // What a pass of either half is made of
 // attention of n tokens of a pass of T tokens, from t0 on, and the hooks around it; late 1: but the commit hooks
 void   attend_rows(Session *s, int l, float *out, const float *q, int t0, int n, int T, int late);
-int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, of weights *y
+int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, *y its weights
 void   pass_angles(const Session *s, float *cs, int T); // cs (T,D): of the tokens' positions, on the host
 double timed(double *sum, double t0);                   // adds the seconds since t0 -> the time now
 void   note_peak(Session *s);                           // keeps the most bytes of rows ever held

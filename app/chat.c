@@ -1094,8 +1094,8 @@ double memory_free(void) {
 }
 
 // Says what the model and a full context take at most, where that is more than is free: "6.4 MB weights + 2.6 TB rows
-// at -c 1073741824; 19.6 GB free; -c 30000 would fit". It may go well all the same: weights are mapped from their files,
-// and rows come as the dialogue grows.
+// at -c 1073741824; 19.6 GB free; -c 30000 would fit". It may go well all the same: weights are mapped from their
+// files, and rows come as the dialogue grows.
 static void tell_memory(const App *a) {
     const MemoryPlan p = memory_plan(a->s);
     char fits[64] = "";

@@ -292,7 +292,8 @@ static Message *messages_asked(const App *a, const Json *list, char err[512]) {
 //   how                 "method": SPEC, "budget": N, and other options of methods, sampler and template
 //   whose it is         "id": TEXT or N, which comes back
 // Every request has a session of its own. Messages are played turn by turn, as a chat would have gone. Replies are
-// greedy unless `temp` is given. A line that is none of this gets {"error":..,"line":N}, and the next one is read (D87).
+// greedy unless `temp` is given. A line that is none of this gets {"error":..,"line":N}, and the next one is read
+// (D87).
 
 // The fields of a request that are no options.
 static const char request_fields[] = "id|prompt|messages|ids|continuation|max_tokens|stop|method";

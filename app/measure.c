@@ -492,8 +492,8 @@ static double best_score(int metric, const char *said, const EvalTurn *t) {
 
 // The reply without the sentence around its answer: "The code is 4821." leaves "4821.", so that a
 // model that answers in whole sentences is scored as one that answers in a word. Each word of the
-// right reply's frame ("The code is" of "The code is {4821}.") goes once; a wrong value stays. Without a known frame the
-// reply is copied. Malloc'd.
+// right reply's frame ("The code is" of "The code is {4821}.") goes once; a wrong value stays. Without a known frame
+// the reply is copied. Malloc'd.
 static char *without_frame(const EvalTurn *t, const char *said) {
     if (!arrlen(t->span)) return copy_text(said);
     char *text = copy_text(t->reply), *out = NULL;
@@ -806,8 +806,8 @@ static int names_methods(const char *spec) {
     return 1;
 }
 
-// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the program at once. A method
-// without a budget gets one row. Among several those that cannot be opened, as where a file beside the model is
+// Opens every row of --compare x --budgets before anything runs, so that a wrong name ends the program at once. A
+// method without a budget gets one row. Among several those that cannot be opened, as where a file beside the model is
 // missing, are left out, and said; one alone ends the program. Returns the rows (stb_ds).
 static EvalRow *open_rows(const App *a) {
     char name[160], budget[160], err[512] = "no method is named";
@@ -1135,7 +1135,8 @@ static char *task_path(const char *name) {
     return plain && file_exists(beside_program(file, path)) ? copy_text(path) : NULL;
 }
 
-// Reads the items of --eval A,B,..: the first --eval-items texts of tasks, by their names, and of files, by their paths.
+// Reads the items of --eval A,B,..: the first --eval-items texts of tasks, by their names, and of files, by their
+// paths.
 static void eval_items(const App *a, const char *what, EvalRun *x) {
     static const char all[] = "needle,multiturn,coref,facts,json,fewshot,summary";
     int most = opt_int(a->o, "eval-items") ? opt_int(a->o, "eval-items") : INT_MAX;
@@ -1353,8 +1354,8 @@ static void head_look(const Calibration *r, HeadScores *x, const float *a, int n
     }
 }
 
-// HeadKV's scores: adds what the head looked at when token number `step` of the answer was chosen, which is fed now. copied: it
-// is that of the key with the largest weight.
+// HeadKV's scores: adds what the head looked at when token number `step` of the answer was chosen, which is fed now.
+// copied: it is that of the key with the largest weight.
 static void head_said(const Calibration *r, HeadScores *x, int step, int copied) {
     if (copied && in_needle(r, x->top)) x->score[SCORE_R] += 1.0 / r->n;
     if (step < r->n) x->score[SCORE_R2] += x->mass;
@@ -1480,7 +1481,8 @@ static double word_recall(const char *answer, const char *text) {
 }
 
 // One run. It is accepted when its answer has half of the expected words; then its scores are added to r->sum: R2 in
-// the run made for it, which is left out where it has no room, all others in the plain one. Returns 1 for an accepted run.
+// the run made for it, which is left out where it has no room, all others in the plain one. Returns 1 for an accepted
+// run.
 static int calibrate_run(Calibration *r, const Json *needle, int depth, int reasoning) {
     int *ids = run_prompt(r, needle, depth, reasoning);
     if (!ids && reasoning) return 0;

@@ -164,9 +164,9 @@ static void nearer_option(const char *name, const char **best, int *distance) {
 
 // ---- options that are none: what to use instead
 // What other programs call an option of ours; and options that are gone: a script of last year's ends with 2 and one
-// line that says how to write it now. Variants of methods that nobody but an experiment asked for, and that have nothing
-// in their place, are refused as any other word is. A line here may go when nobody can have the option in a script any
-// more.
+// line that says how to write it now. Variants of methods that nobody but an experiment asked for, and that have
+// nothing in their place, are refused as any other word is. A line here may go when nobody can have the option in a
+// script any more.
 static const struct { const char *name, *instead; } no_options[] = {
     { "temperature",              "--temp" },
     { "system-prompt",            "--system" },

@@ -375,7 +375,8 @@ static void shown_follow(Shown *x, const Turn *now, char err[512]) {
 static const char *last_answer(void) { return demo_lines[N_DEMO_LINES - 1].answer; }
 
 // ---- what was measured
-// The rows as --eval --json prints them, each with its answers to needles: [tokens of the text, depth in per cent, score].
+// The rows as --eval --json prints them, each with its answers to needles: [tokens of the text, depth in per cent,
+// score].
 static void write_rows(FILE *f, const EvalRun *run) {
     fputs("[", f);
     for (int i = 0; i < (int)arrlen(run->rows); i++) {
@@ -539,8 +540,8 @@ enum {
     QUICK_TOKENS = 640,                 // what the longest item may need
 };
 
-// --report without --eval: evaluates a little where that takes seconds, then writes the page. It takes one core some six
-// seconds with the shipped model's 3 million parameters. Returns 0.
+// --report without --eval: evaluates a little where that takes seconds, then writes the page. It takes one core some
+// six seconds with the shipped model's 3 million parameters. Returns 0.
 int report(App *a) {
     EvalRun none = { .a = a };
     char err[256], text[256];

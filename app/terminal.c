@@ -273,8 +273,8 @@ static int byte_take(unsigned char *c) {
     return read(0, c, 1) == 1 ? 1 : -1;
 }
 
-// Readline's next byte. Behind a stop, or when the screen gets another size, the line is drawn anew. Ctrl-C, or what the
-// user's terminal has in its place, comes as a key, because a signal would overtake the keys before it. It ends the
+// Readline's next byte. Behind a stop, or when the screen gets another size, the line is drawn anew. Ctrl-C, or what
+// the user's terminal has in its place, comes as a key, because a signal would overtake the keys before it. It ends the
 // line, and first the key or the paste whose end it waits for.
 static int byte_read(FILE *f) {
     unsigned char c;

@@ -377,7 +377,7 @@ loopserve() {
 
     row "LoopServe, 5.1" "each slash line overlaps with only one vertical line"
     here "a diagonal crosses a column in one cell, and it crosses as many columns as it is long"
-    judged "contradicts itself (5.1; Definition 1's lines, drawn in Fig. 1 a); tests: loopserve_bound"
+    judged "contradicts itself (5.1; Definition 1's lines, drawn in Fig. 1 a); tests: loopserve_greedy"
 }
 
 # ----------------------------------------------------------------------------------------------- PATS

@@ -768,9 +768,9 @@ static __device__ void block_scales(unsigned (*scale)[2], const char *rows, int 
     }
 }
 
-// to (m,D), rows to_stride apart, = from, rows `stride` apart: every 32 numbers times H / 8, of q4. By a block of WARPS,
-// a warp 32 numbers. In a tile of q4 dim i of 32 stands beside dim i + 16 (halves_of_q4): in `to` if into is 1, else in
-// `from`.
+// to (m,D), rows to_stride apart, = from, rows `stride` apart: every 32 numbers times H / 8, of q4. By a block of
+// WARPS, a warp 32 numbers. In a tile of q4 dim i of 32 stands beside dim i + 16 (halves_of_q4): in `to` if into is 1,
+// else in `from`.
 template <int WARPS>
 static __device__ void q4_turn(float *to, int to_stride, const float *from, size_t stride, int m, int D, int into) {
     int lane = threadIdx.x & 31, blocks = D / Q4_BLOCK, place = lane % 16 * 2 + lane / 16;
@@ -789,8 +789,8 @@ static __device__ void q4_turn(float *to, int to_stride, const float *from, size
 // (lib/cuda.h). A row is D 16-bit numbers, tile_row(D) bytes long, so that 8 rows lie in different banks.
 //
 // Probabilities are powers of 2, of a score times c, and are multiplied by 2^P_SHIFT, or f16 would round small ones
-// more. Tensor cores round a sum towards zero each time they add to it, so they sum the keys of a tile from nothing, and
-// f32 adders, which round to nearest, add that to the output; this is the multiply-add that shrinks the older sums.
+// more. Tensor cores round a sum towards zero each time they add to it, so they sum the keys of a tile from nothing,
+// and f32 adders, which round to nearest, add that to the output; this is the multiply-add that shrinks the older sums.
 
 enum { P_SHIFT = 15 };                          // 2^15 is the largest power of two in f16
 static const float SCORE_LOW = -1e30f;          // less than any score, and less than infinitely less
@@ -1063,8 +1063,8 @@ static __device__ void decode_mix(DecodeSums<D, NT> &z, int j, const float *shri
 
 // A window: a warp has 16 queries, and 32 keys at a time.
 
-// f (D/16,PARTS,4) = the A fragments of n queries, `stride` floats apart; zeros behind the last. A query is PARTS 16-bit
-// numbers, each what the rounding of those before has left over.
+// f (D/16,PARTS,4) = the A fragments of n queries, `stride` floats apart; zeros behind the last. A query is PARTS
+// 16-bit numbers, each what the rounding of those before has left over.
 template <int DT, int D, int PARTS>
 static __device__ void window_queries(unsigned (*f)[PARTS][4], const float *q, size_t stride, int n) {
     int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;

@@ -698,8 +698,8 @@ static void nfc_order(uint32_t *code, size_t n) {
     arrfree(mark);
 }
 
-// Rewrites the stb array *text in NFC. A code joins the last starter unless a code kept between them blocks it, which is
-// one of the same or a higher class.
+// Rewrites the stb array *text in NFC. A code joins the last starter unless a code kept between them blocks it, which
+// is one of the same or a higher class.
 static void nfc(char **text) {
     size_t n = arrlenu(*text), i = 0;
     while (i < n && (unsigned char)(*text)[i] < 0xcc) i++;
@@ -840,8 +840,8 @@ static void word_symbols(Encoder *e, const char *s, size_t n) {
     if (arrlen(e->sym)) arrlast(e->sym).next = -1;
 }
 
-// Merges the symbols of the word, best pair first, until no pair merges. The left symbol becomes the merged one, the right
-// one leaves the list.
+// Merges the symbols of the word, best pair first, until no pair merges. The left symbol becomes the merged one, the
+// right one leaves the list.
 static void word_merge(Encoder *e) {
     int n = (int)arrlen(e->sym);
     arrsetlen(e->best, 2 * n);
@@ -873,9 +873,9 @@ static void word_bpe(Encoder *e, const char *s, size_t n) {
 }
 
 // ---- Pre-tokenizers
-// Cuts n bytes by the steps of the pre-tokenizer from `step` on, each of which cuts every word of the one before it, and
-// hands the words on. Parts are matches of a step's pattern and what lies between them; neighbouring parts may belong to
-// one word.
+// Cuts n bytes by the steps of the pre-tokenizer from `step` on, each of which cuts every word of the one before it,
+// and hands the words on. Parts are matches of a step's pattern and what lies between them; neighbouring parts may
+// belong to one word.
 static void split(Encoder *e, const char *s, size_t n, int step) {
     if (step == (int)arrlen(e->t->step)) {
         e->word(e, s, n);
@@ -891,7 +891,8 @@ static void split(Encoder *e, const char *s, size_t n, int step) {
         return;
     }
 
-    // [from, end): the word in the making. hit: is its last part a match? next: is the part behind it? -1: there is none
+    // [from, end): the word in the making. hit: is its last part a match? next: is the part behind it? -1: there is
+    // none
     const int *match = match_all(e->arena, e->t->set, x, s, n), matched = !x->invert;
     size_t from = 0, end = 0;
     for (int hit = -1, next = 0; next >= 0; hit = next) {
@@ -1304,8 +1305,8 @@ static void load_model(Loader *l, const Json *m) {
     if (!json_none(unk) && t->unk < 0) load_fail(l, "model.unk_token is not in the vocabulary");
 }
 
-// "added_tokens". Needs the normalizer, which rewrites those that are normalized. A token that looks like a turn mark is
-// guarded: DeepSeek's <｜User｜> and its like are not "special" in their files, but a user must not be able to write
+// "added_tokens". Needs the normalizer, which rewrites those that are normalized. A token that looks like a turn mark
+// is guarded: DeepSeek's <｜User｜> and its like are not "special" in their files, but a user must not be able to write
 // them either.
 static void load_added(Loader *l, const Json *list) {
     if (!json_none(list) && list->type != JSON_ARRAY) load_fail(l, "added_tokens: expected a list");

@@ -936,7 +936,7 @@ static void note_gap(const float *x, int n, const int *idx, int k) {
         closest = fmin(closest, (taken - left) / fmax(1e-30, fmax(fabs(taken), fabs(left))));
 }
 
-// Of dialogue_agrees: absolute and relative.
+// How far the logits of the two sides may be apart: absolute and relative.
 static double logit_bound = 1e-3;
 
 // How many heads have another view, other rows or other tables.
