@@ -219,7 +219,7 @@ void *arena_take(struct Arena *a, size_t bytes) {
         if (i == (int)arrlen(a->block)) {
             size_t size = max_size(n + n / 128 * 64, ARENA_BLOCK);
             ArenaBlock b = { NO_ALLOCATION ? NULL : aligned_alloc(64, size), start + size };
-            if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a smaller -b needs less)", size);
+            if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (of a pass: a smaller -b needs less)", size);
             arrput(a->block, b);
         }
         size_t at = max_size(a->used, start);
@@ -723,7 +723,7 @@ int *number_list(const char *name, const char *text, long lo, long hi) {
         to = from;
         if (sscanf(p, ":%ld:%ld%n", &to, &step, &n) == 2) p += n;
         bad = from < lo || to > hi || to < from || step < 1 || (*p && *p != ',');
-        for (long x = from; !bad && x <= to; x += step < hi ? step : hi - lo + 1) {
+        for (long x = from; !bad && x <= to; x += step <= hi ? step : hi - lo + 1) {
             if (!listed[x - lo]) arrput(list, (int)x);
             listed[x - lo] = 1;
         }

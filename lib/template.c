@@ -208,8 +208,9 @@ static int jinja_equal(Jinja *j, JinjaValue a, JinjaValue b) {
     if (jinja_number(a) && jinja_number(b)) return a.i == b.i;
     if (a.kind != b.kind) return 0;
     if (a.kind != J_TEXT) return a.t == b.t && a.s == b.s;
+    if (a.n != b.n) return 0;
     jinja_spend(j, a.n);
-    return a.n == b.n && (!a.n || !memcmp(a.s, b.s, a.n));
+    return !a.n || !memcmp(a.s, b.s, a.n);
 }
 
 // The member of a table that has this key; NULL: none.
@@ -310,7 +311,8 @@ static JinjaValue jinja_split(Jinja *j, JinjaValue v, JinjaValue by, long most) 
 static JinjaValue jinja_slice(Jinja *j, JinjaValue v, const JinjaValue given[3]) {
     if (j->skip) return undefined;
     for (int k = 0; k < 3; k++)
-        if (given[k].kind > J_NONE && given[k].kind != J_INT) jinja_fail(j, "a part from %s", jinja_kinds[given[k].kind]);
+        if (given[k].kind > J_NONE && given[k].kind != J_INT)
+            jinja_fail(j, "a part from %s", jinja_kinds[given[k].kind]);
     if (v.kind != J_TEXT && v.kind != J_LIST) jinja_fail(j, "a part of %s", jinja_kinds[v.kind]);
     JinjaValue all = jinja_list(j, v), list = jinja_table(j, J_LIST);
 
@@ -491,7 +493,8 @@ static JinjaValue jinja_function(Jinja *j, JinjaValue name, JinjaTable *args) {
 // like another stands before it.
 enum { OP_OR, OP_AND, OP_EQUAL, OP_UNEQUAL, OP_LESS_EQUAL, OP_MORE_EQUAL, OP_LESS, OP_MORE, OP_IN, OP_NOT_IN,
        OP_PLUS, OP_MINUS, OP_JOIN, OP_TIMES, OP_WHOLE, OP_REST, OP_FILTER, OP_IS, OP_INDEX, OP_MEMBER, OPERATORS };
-enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARISON, LEVEL_SUM, LEVEL_JOIN, LEVEL_PRODUCT, LEVEL_FILTER, LEVEL_SIGN };
+enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARISON, LEVEL_SUM, LEVEL_JOIN, LEVEL_PRODUCT, LEVEL_FILTER,
+       LEVEL_SIGN };
 static const struct { const char *name; int level; } jinja_operators[OPERATORS] = {
     { "or", LEVEL_OR }, { "and", LEVEL_AND },
     { "==", LEVEL_COMPARISON }, { "!=", LEVEL_COMPARISON }, { "<=", LEVEL_COMPARISON }, { ">=", LEVEL_COMPARISON },
@@ -863,17 +866,20 @@ static void jinja_turn(Jinja *j, const JinjaValue name[2], JinjaTable *outer, Ji
 // {% for a in list if c %} .. {% else %} .. {% endfor %}
 static void jinja_for(Jinja *j) {
     JinjaTable *outer = j->scope;
+    int ended = j->ended;       // how a turn of the loop around this one has ended, whose rest is passed over
     JinjaValue name[2] = { jinja_name(j, "a name") }, tag = undefined;
     if (jinja_take(j, ",")) name[1] = jinja_name(j, "a name");
     jinja_want(j, "in");
-    JinjaValue all = jinja_list(j, jinja_binary(j, LEVEL_OR)), list = all;
+    JinjaValue all = jinja_binary(j, LEVEL_OR), list;
+    list = all = jinja_list(j, j->skip ? undefined : all);      // what is passed over has no turns
     long n = (long)all.t->n;
     if (jinja_take(j, "if")) {
         const char *condition = j->p;
         list = jinja_table(j, J_LIST);
         for (long i = 0; i <= n; i++) {
             jinja_turn(j, name, outer, all, i, condition);
-            if (jinja_truth(jinja_binary(j, LEVEL_OR))) jinja_push(j, list, all.t->item[i]);
+            int yes = jinja_truth(jinja_binary(j, LEVEL_OR));
+            if (yes && i < n) jinja_push(j, list, all.t->item[i]);
         }
         j->skip--;
         n = (long)list.t->n;
@@ -881,6 +887,7 @@ static void jinja_for(Jinja *j) {
     jinja_close(j, "%}");
 
     const char *body = j->p;
+    j->ended = RUN_ON;
     for (long i = 0; i <= n; i++) {
         jinja_turn(j, name, outer, list, i, body);
         tag = jinja_block(j, "endfor|else");
@@ -889,6 +896,7 @@ static void jinja_for(Jinja *j) {
         j->ended = RUN_ON;
     }
     j->skip--;
+    j->ended = ended;
     j->scope = outer;
     j->skip += n > 0;
     if (jinja_is(tag, "else")) jinja_body(j, "endfor");

@@ -648,8 +648,8 @@ static const int *match_all(Arena *arena, CharSet **set, const Step *step, const
 // canonical combining class, NFC_PARTS | code point -> index into unicode_decomposition. A syllable of Hangul needs no
 // decomposition: what it composes with is what its parts do.
 static Entry *nfc_map;          // NULL: not loaded yet
-#define NFC_CLASS ((uint64_t)1 << 32)
-#define NFC_PARTS ((uint64_t)2 << 32)
+#define NFC_CLASS ((uint64_t)NO_CHAR << 32)             // no character, so no pair has these keys
+#define NFC_PARTS ((uint64_t)(NO_CHAR + 1) << 32)
 
 // Fills the map at the first call, when a tokenizer that needs it is loaded.
 static void nfc_load(void) {
@@ -662,7 +662,7 @@ static void nfc_load(void) {
         hmput(nfc_map, NFC_PARTS | c, (int64_t)i + 1);
         if (d[i + 2] && c == d[i]) hmput(nfc_map, (uint64_t)d[i + 1] << 32 | d[i + 2], c);
     }
-    for (uint32_t c = 0; c < 19 * 21 * 28; c++) {           // Hangul: leading consonant, vowel, trailing consonant or none
+    for (uint32_t c = 0; c < 19 * 21 * 28; c++) {       // Hangul: leading consonant, vowel, trailing consonant or none
         uint32_t tail = c % 28, first = tail ? 0xac00 + c - tail : 0x1100 + c / 28 / 21;
         hmput(nfc_map, (uint64_t)first << 32 | (tail ? 0x11a7 + tail : 0x1161 + c / 28 % 21), 0xac00 + c);
     }
@@ -902,7 +902,8 @@ static void split(Encoder *e, const char *s, size_t n, int step) {
         size_t to = at == end ? (size_t)match[at] : min_size(at, n);
         next = at == end ? matched : to > end ? !matched : -1;
         int joins = (x->behavior == CUT_PREVIOUS && hit == 0 && next == 1)
-                    || (x->behavior == CUT_NEXT && hit == 1 && next == 0) || (x->behavior == CUT_CONTIGUOUS && hit == next);
+                    || (x->behavior == CUT_NEXT && hit == 1 && next == 0)
+                    || (x->behavior == CUT_CONTIGUOUS && hit == next);
         int removed = x->behavior == CUT_REMOVED && hit == 1;
         if (!joins && !removed && end > from) split(e, s + from, end - from, step + 1);
         if (!joins) from = end;

@@ -383,6 +383,13 @@ TEST(tokenizer_odd_characters, "a broken byte is a symbol to patterns, as U+FFFD
     static const int want[] = { 1, 1, 1, 1, 2 };
     CHECK(arrlen(got) == 5 && !memcmp(got, want, sizeof want), "%d words", (int)arrlen(got));
 
+    // NFC composes no control character with a mark: qwen2's text comes back as it was.
+    OWN_TOKENIZER *qwen = fixture_tokenizer("qwen2");
+    static const char marks[] = "\x01\xcc\x80\x02\xcc\x80";
+    OWN_ARRAY int *ids = tokenizer_encode(qwen, marks, sizeof marks - 1, 0, NULL);
+    OWN_ARRAY char *back = decode_all(qwen, ids);
+    CHECK(same_bytes(back, marks, sizeof marks - 1), "%.*s", (int)arrlen(back), back);
+
     int len = 0;
     static const char file[] = "{'decoder':{'type':'ByteLevel'},'added_tokens':[{'id':4,'content':'Ġb'}],'model':{'vocab':"
                                "{'a':0,'Ġ':1,'Ġa':2},'merges':['Ġ a']}}";
