@@ -50,7 +50,7 @@ static int logits_needed(const Options *o) {
 // them already.
 static Cand *sampled_candidates(App *a, int *n) {
     const BestLogits *picked = a->s->picked;
-    int V = a->c->V, k = opt_int(a->o, "top-k"), *idx = scratch(a->s, (size_t)V * sizeof *idx);
+    int V = a->c->V, k = opt_int(a->o, "top-k"), *idx = picked ? NULL : scratch(a->s, (size_t)V * sizeof *idx);
     *n = picked ? picked->n : top_k(a->s->logits, V, k > 0 ? k : V, idx);
     Cand *c = scratch(a->s, (size_t)*n * sizeof *c);
     for (int i = 0; i < *n; i++) c[i] = picked ? picked->best[i] : (Cand){ a->s->logits[idx[i]], idx[i] };
@@ -330,7 +330,7 @@ static void session_cut(App *a, int n_tok) {
     if (holds_rows_only(a->s)) {
         kv_truncate(a->s, n_tok);
     } else {
-        (void)session_try_reset(a->s);  // if that fails now, session_ready tries again and says why
+        (void)session_try_reset(a->s);  // if that fails now, replay tries again and says why
         a->stale = 1;
     }
 }

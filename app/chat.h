@@ -44,7 +44,7 @@ typedef struct {
 typedef struct {
     App app;                // the session of the method, and its own record of the dialogue
     char label[32];         // the method's name, and the budget where it has one
-    char refused[512];      // why there is no session; "" when there is one
+    char refused[512];      // why it cannot play; "" when it can
     char *reply;            // the last reply, malloc'd
     int asked, right;       // questions so far, and those answered right
 } Side;

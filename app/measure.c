@@ -942,6 +942,7 @@ static void item_done(const EvalRun *x, int i, int r, Played *played, char *cost
         die(EXIT_RUN, "--eval-out %s: %s (what was written before stays, and the run can go on)", x->path,
             strerror(errno));
     row->line[i] = json_parse(text, size, err);
+    if (!row->line[i]) die(EXIT_RUN, "--eval: %s", err);
     free(text);
     free(cost);
 }
@@ -1071,7 +1072,8 @@ static void count_down(const char *parts, int done, int all, double t0) {
     int seconds = (int)((now() - t0) * (all - done) / done), terminal = isatty(2);
     int tells = terminal || (now() - t0 > 30 && done * 10 / all != (done - 1) * 10 / all);
     if (quiet || !tells) return;
-    fprintf(stderr, "%s%d of %d %s, %d:%02d left", terminal ? "\r\x1b[K" : "", done, all, parts, seconds / 60, seconds % 60);
+    fprintf(stderr, "%s%d of %d %s, %d:%02d left", terminal ? "\r\x1b[K" : "", done, all, parts, seconds / 60,
+            seconds % 60);
     fputs(!terminal ? "\n" : done == all ? "\r\x1b[K" : "", stderr);
 }
 
@@ -1084,9 +1086,13 @@ static void play_items(const EvalRun *x) {
     Played *played = NULL;                              // stb_ds, one a scored turn
     int first = 0, step = 1, done = 0;
     double t0 = now();
-    Side full;
-    side_open(&full, a, a->o, "full");
-    if (!full.app.s) die(EXIT_USAGE, "%s", full.refused);
+    Side full = { 0 };
+    Options *plain = x->ids ? options_like(a->o) : NULL;        // a text's reference has none of a method's options
+    if (!x->ids || x->kld) {
+        side_open(&full, a, plain ? plain : a->o, "full");
+        if (!full.app.s) die(EXIT_USAGE, "%s", full.refused);
+    }
+    options_free(plain);
     shard_parse(opt_str(a->o, "eval-shard"), &first, &step);
     step = min_int(step, x->items + 1);                 // as good, and i + step stays small
     for (int i = first; i < x->items; i += step) {
@@ -1098,7 +1104,7 @@ static void play_items(const EvalRun *x) {
             App *own = &x->rows[r].side.app;
             if (x->rows[r].line[i]) continue;
             memset(played, 0, arrlenu(played) * sizeof *played);
-            char *cost = it->ids ? play_window(own, it, x->kld ? full.app.s : NULL, played)
+            char *cost = it->ids ? play_window(own, it, full.app.s, played)
                                  : play_item(own, it, ref, played);
             item_done(x, i, r, played, cost);
             session_reset(own->s);                      // gives its rows back: many sessions are open
@@ -1355,7 +1361,7 @@ static void head_look(const Calibration *r, HeadScores *x, const float *a, int n
 }
 
 // HeadKV's scores: adds what the head looked at when token number `step` of the answer was chosen, which is fed now.
-// copied: it is that of the key with the largest weight.
+// copied: that token is the one at the key with the largest weight.
 static void head_said(const Calibration *r, HeadScores *x, int step, int copied) {
     if (copied && in_needle(r, x->top)) x->score[SCORE_R] += 1.0 / r->n;
     if (step < r->n) x->score[SCORE_R2] += x->mass;
@@ -1480,9 +1486,9 @@ static double word_recall(const char *answer, const char *text) {
     return n > 0 ? same / n : 1;
 }
 
-// One run. It is accepted when its answer has half of the expected words; then its scores are added to r->sum: R2 in
-// the run made for it, which is left out where it has no room, all others in the plain one. Returns 1 for an accepted
-// run.
+// One run. It is accepted when its answer has half of the expected words; then its scores are added to the heads'
+// sums: R2 in the run made for it, which is left out where it has no room, all others in the plain one. Returns 1 for
+// an accepted run.
 static int calibrate_run(Calibration *r, const Json *needle, int depth, int reasoning) {
     int *ids = run_prompt(r, needle, depth, reasoning);
     if (!ids && reasoning) return 0;

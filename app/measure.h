@@ -12,7 +12,8 @@ typedef struct {
     const Json *answers;        // the list of right answers; NULL: the turn is not scored
     const Json *classes;        // the list of labels to choose from (METRIC_CLASS)
     int given;                  // 1: the reply is fed as it is, and nobody is asked for it
-    int position, depth;        // as in Answer
+    int position;               // of the question: 0 begin, 1 middle, 2 end; -1: does not apply
+    int depth;                  // of the evidence in the text, in per cent; -1: does not apply
 } EvalTurn;
 
 typedef struct {
