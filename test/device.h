@@ -1328,6 +1328,7 @@ TEST(cuda_limits, "on the device, too, what leaves nothing out is full attention
         OWN_MODEL Tiny m = table_model_of(2, 4, 2, f ? 64 : 16, 0);
         const char *more = f ? "device=cuda batch-size=50 ctk=f16 ctv=f16" : "device=cuda batch-size=50";
         uint64_t full = table_run(m, "full", 0, more, &p);
+        CHECK(full, "full: %s", table_err);
         EACH_METHOD(x) {
             const char *enough = formatted("%s %s", more, (*x)->budget ? "budget=1000" : "");
             CHECK(!may_be_full(*x) || table_run(m, (*x)->name, 0, enough, &p) == full, "%s %s is not full attention",

@@ -87,12 +87,8 @@ static App app_begin(int with_text) {
 
 // Gives back what app_begin allocated and what the target put into the App.
 static void app_end(App *a) {
-    record_clear(a);
-    arrfree(a->turn);
     template_free(a->tp);
-    session_close(a->s);
-    options_free(a->o);
-    free(a->method);
+    app_beside_close(a);
 }
 
 // ---- JSON

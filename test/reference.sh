@@ -464,7 +464,7 @@ record)
 compare)
     [ -x "$SOURCE/kvcomp" ] || fail "nothing is recorded in $PLACE: say 'record' first"
     for program in "${2-./kvcomp}" "${@:3}"; do
-        [ -x "$program" ] || fail "$program is no program"
+        case $program in */*) [ -x "$program" ] ;; *) false ;; esac || fail "$program is no path of a program"
     done
     rm -rf "$NOW"
     compare cpu "${2-./kvcomp}"
