@@ -14,7 +14,7 @@
 # ---- the test programs
 # Each includes the parts whose static functions it tries, and is linked with the others. kvcomp.cu's kernels
 # are tested without a GPU: g++ compiles them against test/cuda_emu.h. Without g++ they are left out.
-TEST_FLAGS = -Werror -O2 -g -Wno-unused-function -DKVCOMP_NO_MAIN
+TEST_FLAGS = -Werror -O1 -g1 -Wno-unused-function -DKVCOMP_NO_MAIN
 SANITIZE_C = address,undefined -fno-sanitize-recover=undefined
 $(eval $(call flavour,test,$(TEST_FLAGS) $(if $(CXX_OK),-DKVCOMP_CUDA)))
 $(eval $(call flavour,asan,-Werror -O1 -g1 -Wno-unused-function -DKVCOMP_NO_MAIN -fsanitize=$(SANITIZE_C)))
@@ -51,7 +51,7 @@ KERNEL_FILES = kvcomp.cu kvcomp.h $(wildcard lib/*.h)
 build/kvcomp_emu.o build/kvcomp_hard.o: build/kvcomp_%.o: $(KERNEL_FILES) test/cuda_emu.h test/cuda_doors.h Makefile test/tests.mk
 	@mkdir -p $(@D)
 	@echo "compiling kvcomp.cu for the emulator: about a minute"
-	g++ -x c++ -std=c++17 -g -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti -DKVCOMP_TEST \
+	g++ -x c++ -std=c++17 -g1 -Wall -Wextra -Werror -Wno-unused-function -fno-exceptions -fno-rtti -DKVCOMP_TEST \
 	  -include test/cuda_emu.h $(EMU_$*) -c -o $@ kvcomp.cu
 
 # The program with the emulated device as its GPU: test/reference.sh records and compares it.
