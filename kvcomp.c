@@ -3799,7 +3799,16 @@ static const Opt loopserve_opts[]   = { LOOPSERVE_OPTS_P, LOOPSERVE_OPTS_D, { NU
 static const Opt loopserve_p_opts[] = { LOOPSERVE_OPTS_P, { NULL, 0, NULL, NULL } };
 static const Opt loopserve_d_opts[] = { LOOPSERVE_OPTS_D, { NULL, 0, NULL, NULL } };
 
+// What the entries of both halves and of each share.
+#define LOOPSERVE_BOTH \
+    .state = sizeof(LoopServe), .enter = loopserve_enter, .commit = loopserve_commit, .forget = loopserve_forget
+#define LOOPSERVE_DECODE \
+    .budget = 1024, .open = loopserve_open, .close = loopserve_close, .select = loopserve_select, \
+    .steady = loopserve_steady, .bytes = loopserve_bytes
+
 const Method loopserve_method = {
+    LOOPSERVE_BOTH,
+    LOOPSERVE_DECODE,
     .name    = "loopserve",
     .paper   = "LoopServe, arXiv 2507.13681",
     .keeps   = "keeps every row; prefill reads chosen lines, decode the B rows the last "
@@ -3807,23 +3816,14 @@ const Method loopserve_method = {
     .limits  = "prefills each answer again at the next turn. Dense up to "
                "--loopserve-min-context rows and in short turns; the first --loopserve-first "
                "tokens of an answer read every row. On a CPU the chosen rows are held twice",
-    .budget  = 1024,
     .uses    = "--sink 4, --paper",
     .opts    = loopserve_opts,
     .role    = ROLE_PREFILL | ROLE_SELECT,
-    .state   = sizeof(LoopServe),
-    .open    = loopserve_open,
-    .close   = loopserve_close,
-    .enter   = loopserve_enter,
     .attend  = loopserve_attend,
-    .select  = loopserve_select,
-    .steady  = loopserve_steady,
-    .commit  = loopserve_commit,
-    .bytes   = loopserve_bytes,
-    .forget  = loopserve_forget,
 };
 
 const Method loopserve_p_method = {
+    LOOPSERVE_BOTH,
     .name    = "loopserve-p",
     .paper   = "LoopServe-P: its prefill alone, arXiv 2507.13681",
     .keeps   = "keeps every row; prefill reads chosen lines (saves reads only)",
@@ -3832,32 +3832,20 @@ const Method loopserve_p_method = {
     .uses    = "--sink 4, --paper",
     .opts    = loopserve_p_opts,
     .role    = ROLE_PREFILL,
-    .state   = sizeof(LoopServe),
     .open    = loopserve_p_open,
-    .enter   = loopserve_enter,
     .attend  = loopserve_attend,
-    .commit  = loopserve_commit,
-    .forget  = loopserve_forget,
 };
 
 const Method loopserve_d_method = {
+    LOOPSERVE_BOTH,
+    LOOPSERVE_DECODE,
     .name    = "loopserve-d",
     .paper   = "LoopServe-D: its decode alone, arXiv 2507.13681",
     .keeps   = "keeps every row; decode reads the B rows the last queries like best and this "
                "answer (saves reads only)",
     .limits  = "prefills each answer again at the next turn. On a CPU the chosen rows are held twice",
-    .budget  = 1024,
     .opts    = loopserve_d_opts,
     .role    = ROLE_SELECT,
-    .state   = sizeof(LoopServe),
-    .open    = loopserve_open,
-    .close   = loopserve_close,
-    .enter   = loopserve_enter,
-    .select  = loopserve_select,
-    .steady  = loopserve_steady,
-    .commit  = loopserve_commit,
-    .bytes   = loopserve_bytes,
-    .forget  = loopserve_forget,
 };
 
 // ==================================================================================================== 10 PATS
@@ -5807,26 +5795,23 @@ static const Opt dililazy_opts[] = {
     { NULL, 0, NULL, NULL },
 };
 
+// What its entry shares with HeadKV's.
+#define BY_HEAD_SCORES \
+    .limits = "needs head scores (--head-scores or --calibrate). B must exceed --obs-window", \
+    .budget = 128, .file = "head_scores.json", .file_option = "head-scores", .role = ROLE_SELECT, .evicts = 1, \
+    .state = sizeof(DiliLazy), .close = dililazy_close, .commit = dililazy_commit, .bytes = dililazy_bytes, \
+    .trace = dililazy_trace
+
 const Method dililazy_method = {
+    BY_HEAD_SCORES,
     .name    = "dililazy",
     .paper   = "DiliLazyKV: Diligent-Lazy Head Effect on Robust KV Cache Compression (ACL "
                "submission)",
     .keeps   = "every query head reads its own rows, B on average, more for heads that find "
                "facts; a KV head stores their union",
-    .limits  = "needs head scores (--head-scores or --calibrate). B must exceed --obs-window",
-    .budget  = 128,
     .uses    = "--obs-window 16, --kernel 7, --head-scores FILE, --head-beta 1.351",
     .opts    = dililazy_opts,
-    .file    = "head_scores.json",
-    .file_option = "head-scores",
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(DiliLazy),
     .open    = dililazy_open,
-    .close   = dililazy_close,
-    .commit  = dililazy_commit,
-    .bytes   = dililazy_bytes,
-    .trace   = dililazy_trace,
 };
 
 // ---- HEADKV
@@ -5894,24 +5879,14 @@ static const Opt headkv_opts[] = {
 };
 
 const Method headkv_method = {
+    BY_HEAD_SCORES,
     .name    = "headkv",
     .paper   = "HeadKV, arXiv 2410.19258",
     .keeps   = "every query head reads its own rows, B on average, more for heads that look at the "
                "right answer while it is written; a KV head stores their union",
-    .limits  = "needs head scores (--head-scores or --calibrate). B must exceed --obs-window",
-    .budget  = 128,
     .uses    = "--obs-window 8, --kernel 7, --head-scores FILE, --head-beta 1.2",
     .opts    = headkv_opts,
-    .file    = "head_scores.json",
-    .file_option = "head-scores",
-    .role    = ROLE_SELECT,
-    .evicts  = 1,
-    .state   = sizeof(DiliLazy),
     .open    = headkv_open,
-    .close   = dililazy_close,
-    .commit  = dililazy_commit,
-    .bytes   = dililazy_bytes,
-    .trace   = dililazy_trace,
 };
 
 // ==================================================================================================== 14 TRACES
