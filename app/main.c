@@ -406,7 +406,7 @@ static int request_continuation(const App *a, const Json *prompt, const Json *gi
     int *alone = tokenizer_encode(a->tok, text ? text : "", arrlenu(text), special, NULL), before = (int)arrlen(alone);
     bytes_put(&text, given->str, given->len);
     int *all = tokenizer_encode(a->tok, text, arrlenu(text), before && special, NULL);
-    *ids = ids_append(*ids, all + before, (int)arrlen(all) - before);
+    if (arrlen(all) > before) *ids = ids_append(*ids, all + before, (int)arrlen(all) - before);
     arrfree(alone);
     arrfree(all);
     arrfree(text);

@@ -47,7 +47,7 @@ SHORT = {
     "loopserve": dict(budget=48, alpha=.7, samples=32, min_context=0, max_cells=.9, sink=2, local=8, first=4,
                       interval=4, obs=6),
     "pats": dict(sink=24, window=16),
-    "lychee": dict(budget=64, buffer=16, full_layers=0, beta=1.),
+    "lychee": dict(budget=64, buffer=16, full_layers=0, beta=1),
     "sonic": dict(k=6),
     "dililazy": dict(budget=40),
 }
@@ -60,7 +60,9 @@ TEXT_SETTINGS = {
     "sonic": dict(k=2),
     "dililazy": dict(budget=40),
 }
-OPTION = {"budget": "budget", "b_min": "pats-bmin", "b_max": "pats-bmax"}   # others: the method's name in front
+# The options of settings; others have the method's name in front
+OPTION = {"budget": "budget", "sink": "sink", "full_layers": "full-layers", "b_min": "pats-bmin", "b_max": "pats-bmax",
+          "beta": "paper"}
 
 TEXT = """Read this, please:
 ```c
@@ -100,10 +102,7 @@ def missing():
 
 def options(method, settings):
     """The program's options for the settings of a port."""
-    words = []
-    for name, value in settings.items():
-        words += [f"--{OPTION.get(name, method + '-' + name.replace('_', '-'))}", str(value)]
-    return words
+    return [f"--{OPTION.get(name, method + '-' + name.replace('_', '-'))}={value}" for name, value in settings.items()]
 
 
 class Refused(Exception):
@@ -116,7 +115,7 @@ def kvcomp(program, model, method, *args, stdin=None):
     command = [program, "-m", model, "-d", "cpu", "-q", "-t", 1, "-ctk", rows, "-ctv", rows, "--temp", 0, "--json",
                "--method", method, *args]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, input=stdin)
-    if done.returncode in (2, 3):
+    if done.returncode in (2, 3) and "unknown option" not in done.stderr:
         raise Refused(done.stderr.strip().splitlines()[-1])
     if done.returncode:
         sys.exit(f"check.py: {' '.join(map(str, command))}: exit code {done.returncode}: {done.stderr.strip()}")
