@@ -28,7 +28,7 @@ for method, budget in [("full", 0), ("snapkv", 80), ("h2o", 48)]:
                    "--eval-out", out, "--json"]
         command += ["--budgets", str(budget)] if budget else []
         row = json.loads(subprocess.check_output(command))
-        lines = [json.loads(line) for line in open(out)][1:]
+        lines = [json.loads(line) for line in open(out)]
 
     # the harness's
     lm = Kvcomp(args="-t 1", method=method, budget=budget)
