@@ -1,6 +1,6 @@
 // app/main.c - the command line.
 #define _GNU_SOURCE
-#include "main.h"
+#include "page.h"
 #include <errno.h>
 #include <limits.h>
 #include <stdlib.h>
@@ -657,6 +657,7 @@ static int run_app(App *a, const char *text) {
 // Everything behind the options that only print something.
 static int run_options(App *a) {
     char err[512];
+    Saving page = { 0 };
     Options *o = a->o;
     if (*opt_str(o, "eval-merge")) {
         if (!quiet) say_without_effect(o);
@@ -668,8 +669,9 @@ static int run_options(App *a) {
 #endif
     find_model(o);
     if (opt_int(o, "bench")) return bench(o);
-    if (*opt_str(o, "report") && save_check(opt_str(o, "report"), err))         // before hours of evaluation
+    if (*opt_str(o, "report") && save_begin(&page, opt_str(o, "report"), err))  // before hours of evaluation
         die(EXIT_RUN, "--report %s", err);
+    save_drop(&page);
     char *text = prompt_text(a);
     int rc = run_app(a, text);
     free(text);
