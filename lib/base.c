@@ -885,7 +885,6 @@ static int json_container(JsonDoc *r, Json *v) {
     r->p++;
     json_space(r);
     while (*r->p != close) {
-        if (v->n == INT_MAX) return json_fail(r, r->p, "expected fewer than 2^31 values");
         if (object) {           // "key" :
             char *key;
             size_t len;

@@ -926,8 +926,6 @@ static SafeFile *weights_file(WeightFiles *wf, const char *dir, const char *name
     if (!*name || *name == '.' || strchr(name, '/') || strlen(name) > 255)
         fault(err, "%.200s/model.safetensors.index.json: weight_map names the file \"%.80s\", expected a name in "
               "the same folder", dir, name);
-    else if (arrlenu(wf->file) == 4096)
-        fault(err, "%.200s/model.safetensors.index.json: more than 4096 shards", dir);
     else if (!(f = safetensors_open(path, why)))
         fault(err, "%.200s/%.100s: %.200s", dir, name, why);
     else
