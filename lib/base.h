@@ -186,6 +186,7 @@ typedef struct {                // one option
     const char *def;            // default; of a choice "a|b|c", and the first one is the default
     const char *help;
     double lo, hi;              // the least and the largest value, both allowed; equal: any
+    int runs;                   // in which runs of the program it has an effect, a bit each; 0: in all
 } Opt;
 
 typedef struct Options {
