@@ -49,27 +49,11 @@ static int plan(App *a) {
 // Options are read, then checked against each other. What they name is opened, the rest of the program runs,
 // everything is closed.
 
-// Flags with an option's other name.
-static const struct { const char *flag, *name; } short_options[] = {
-    { "-m", "model" },      { "-d", "device" },     { "-t", "threads" },    { "-c", "ctx-size" },
-    { "-b", "batch-size" }, { "-ctk", "ctk" },      { "-ctv", "ctv" },      { "-p", "prompt" },
-    { "-f", "file" },       { "-sys", "system" },   { "-n", "n-predict" },  { "-st", "single-turn" },
-    { "-s", "seed" },       { "-q", "quiet" },      { "-r", "repeat" },
-};
-enum { N_SHORT = sizeof short_options / sizeof *short_options };
-
-// The flag in front of an option's name in --help, or NULL.
-static const char *short_of(const char *name) {
-    for (int i = 0; i < N_SHORT; i++)
-        if (!strcmp(short_options[i].name, name)) return short_options[i].flag;
-    return NULL;
-}
-
 // The option's name that a flag of the command line stands for: "-m" and "--model" are both
 // "model". NULL: none.
 static const char *long_of(const char *flag) {
-    for (int i = 0; i < N_SHORT; i++)
-        if (!strcmp(short_options[i].flag, flag)) return short_options[i].name;
+    for (const Opt *o = program_options; o->name; o++)
+        if (o->flag && !strcmp(o->flag, flag)) return o->name;
     return flag[1] == '-' ? flag + 2 : NULL;
 }
 
@@ -96,11 +80,11 @@ static void help_option(const Opt *o, int brief) {
     static const char *const value[] = { ['b'] = "", ['i'] = " N", ['f'] = " F", ['s'] = " TEXT", ['p'] = " FILE",
                                          ['c'] = "=" };         // behind it the words of the choice
     char left[128], text[640];
-    const char *flag = short_of(o->name), *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
+    const char *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
     int n = (int)strlen(o->help), wide = brief ? 25 : 32;
     if (brief && end) n = min_int(n, (int)(end - o->help));
     if (brief && bracket) n = min_int(n, (int)(bracket - o->help));
-    snprintf(left, sizeof left, "%s%s--%s%s%s", flag ? flag : "", flag ? " " : "", o->name, value[(int)o->kind],
+    snprintf(left, sizeof left, "%s%s--%s%s%s", o->flag ? o->flag : "", o->flag ? " " : "", o->name, value[(int)o->kind],
              o->kind == 'c' ? o->def : "");
     int shown = o->kind != 'b' && o->kind != 'c' && *o->def;
     snprintf(text, sizeof text, "%.*s%s%s%s", n, o->help, shown ? " [" : "", shown ? o->def : "", shown ? "]" : "");

@@ -26,16 +26,18 @@ enum {                      // what a run does, one bit each: Opt.runs
 const Opt program_options[] = {
     // Model and run
     { "model",         's', "",
-      "a Hugging Face folder, or org/name in the hub's cache (default: the shipped model)" },
+      "a Hugging Face folder, or org/name in the hub's cache (default: the shipped model)", .flag = "-m" },
     { "device",        'c', "auto|cpu|cuda",
-      "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
-    { "threads",       'i', "0",    "threads, 0: one for a small model, all physical cores for others", 0, 1024 },
+      "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU",
+      .flag = "-d" },
+    { "threads",       'i', "0",    "threads, 0: one for a small model, all physical cores for others", 0, 1024,
+      .flag = "-t" },
     { "ctx-size",      'i', "4096",
       "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit",
-      0, 1 << 30 },
+      0, 1 << 30, .flag = "-c" },
     { "batch-size",    'i', "0",
       "rows of a prefill block, 0: 512, on a GPU 2048; changes speed and memory, never a logit (on a GPU: their "
-      "rounding)", 0, 1 << 20 },
+      "rounding)", 0, 1 << 20, .flag = "-b" },
     { "chunk",         'i', "0",
       "a prefill goes through the model in passes of so many tokens, and methods that drop rows do so at the end "
       "of each; 0: off", 0, 1 << 30 },
@@ -47,8 +49,8 @@ const Opt program_options[] = {
     { "bf16-terms",    'c', "3|2|1",
       "BF16 numbers that make an activation, with BF16 weights: 3 as exact as f32; 2 (3e-6 off) faster on AMX, "
       "1 (.002 off) on AVX-512 BF16, too" },
-    { "ctk",           'c', "f16|f32|bf16|q8_0|q4", "how K rows are stored" },
-    { "ctv",           'c', "f16|f32|bf16|q8_0|q4", "how V rows are stored" },
+    { "ctk",           'c', "f16|f32|bf16|q8_0|q4", "how K rows are stored", .flag = "-ctk" },
+    { "ctv",           'c', "f16|f32|bf16|q8_0|q4", "how V rows are stored", .flag = "-ctv" },
     { "tokenizer",     's', "",     "tokenizer.json, or its folder, instead of the model's" },
     { "chat-template", 's', "",     "template by name, or a file, instead of the model's",
       .runs = RUN_REPLIES | RUN_TOKENS },
@@ -61,14 +63,14 @@ const Opt program_options[] = {
       .runs = RUN_PLAN },
 
     // Prompt
-    { "prompt",        's', "",     "text to answer once", .runs = RUN_PROMPT | RUN_TOKENS },
+    { "prompt",        's', "",     "text to answer once", .runs = RUN_PROMPT | RUN_TOKENS, .flag = "-p" },
     { "file",          'p', "",
       "the same from a file; - is standard input; with --eval ppl or kld: the text; with --calibrate: the hay",
-      .runs = RUN_PROMPT | RUN_TOKENS | RUN_EVAL | RUN_CALIBRATE },
+      .runs = RUN_PROMPT | RUN_TOKENS | RUN_EVAL | RUN_CALIBRATE, .flag = "-f" },
     { "system",        's', "",     "system message",
-      .runs = RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
+      .runs = RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS, .flag = "-sys" },
     { "n-predict",     'i', "-1",   "most tokens to make, -1: no limit in a chat, 256 otherwise", -1, INT_MAX,
-      .runs = RUN_SAMPLES | RUN_EVAL | RUN_REPORT },
+      .runs = RUN_SAMPLES | RUN_EVAL | RUN_REPORT, .flag = "-n" },
     { "raw",           'b', "0",    "no chat template: the text as it is", .runs = RUN_REPLIES | RUN_TOKENS },
     { "parse-special", 'b', "0",    "read special tokens in the prompt's text",
       .runs = RUN_REPLIES | RUN_TOKENS },
@@ -85,7 +87,7 @@ const Opt program_options[] = {
     { "top-k",         'i', "40",   "0: off", 0, INT_MAX, .runs = RUN_SAMPLES },
     { "top-p",         'f', "0.95", "1: off", 0, 1, .runs = RUN_SAMPLES },
     { "min-p",         'f', "0.05", "0: off", 0, 1, .runs = RUN_SAMPLES },
-    { "seed",          'i', "-1",   "of the sampler, -1: from the clock" },
+    { "seed",          'i', "-1",   "of the sampler, -1: from the clock", .flag = "-s" },
 
     // Compression
     { "method",        's', "full", "NAME or NAME+NAME, see --list-methods", .runs = RUN_SESSION },
@@ -131,7 +133,7 @@ const Opt program_options[] = {
     { "batch",         'p', "",
       "answer the json lines of a file or - with json lines; prompt, messages or ids a line; exit code "
       "1: one had an error", .runs = RUN_BATCH | RUN_TOKENS },
-    { "quiet",         'b', "0",    "errors only on stderr" },
+    { "quiet",         'b', "0",    "errors only on stderr", .flag = "-q" },
     { "no-history",    'b', "0",
       "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)", .runs = RUN_CHAT },
 
@@ -161,7 +163,7 @@ const Opt program_options[] = {
     { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths", .runs = RUN_BENCH },
     { "bench-prompts", 's', "512,4096", "prefill of these lengths", .runs = RUN_BENCH },
     { "repeat",        'i', "5",    "runs per number of --bench, the median counts", 1, 1000,
-      .runs = RUN_BENCH },
+      .runs = RUN_BENCH, .flag = "-r" },
 
     // Other
     { "list-methods",  'b', "0",    "the methods, one name a line" },
@@ -207,6 +209,7 @@ static const struct { const char *name, *instead; } no_options[] = {
     { "h2o",                      "h2o drops rows in every decode step, as its paper does" },
     { "keep",                     "each method says what it keeps: --help METHOD" },
     { "think",                    "a thinking model thinks, unless --no-think" },
+    { "st",                       "-p TEXT is answered once; a chat ends where its input does" },
     { "single-turn",              "-p TEXT is answered once; a chat ends where its input does" },
     { "repeat-last-n",            "--temp, --top-k, --top-p and --min-p say how a token is drawn" },
     { "repeat-penalty",           "--temp, --top-k, --top-p and --min-p say how a token is drawn" },
