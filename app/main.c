@@ -61,17 +61,6 @@ static const char *long_of(const char *flag) {
 // All of it is made from the tables of options and methods, so none of it can be out of date. --help shows one screen
 // of what is often needed, --help all every option, --help METHOD what one method is and takes.
 
-// The paragraphs of --help and the option that each begins with.
-static const struct { const char *title, *first; } help_parts[] = {
-    { "Model and run", "model" },
-    { "Prompt",        "prompt" },
-    { "Sampling",      "temp" },
-    { "Compression",   "method" },
-    { "Output",        "json" },
-    { "Measure",       "eval" },
-    { "Other",         "list-methods" },
-};
-
 enum { HELP_COLUMNS = 100 };
 
 // An entry of help: flag, name, value, what it is for, and the default where there is one. brief 1: of what it is
@@ -121,8 +110,7 @@ static void help(void) {
 static void help_all(void) {
     help_head();
     for (const Opt *o = program_options; o->name; o++) {
-        for (size_t i = 0; i < sizeof help_parts / sizeof *help_parts; i++)
-            if (!strcmp(help_parts[i].first, o->name)) printf("%s\n", help_parts[i].title);
+        if (o->part) printf("%s\n", o->part);
         help_option(o, 0);
     }
     printf("Methods (--help METHOD has the paper, what is kept, limits)\n");

@@ -26,7 +26,8 @@ enum {                      // what a run does, one bit each: Opt.runs
 const Opt program_options[] = {
     // Model and run
     { "model",         's', "",
-      "a Hugging Face folder, or org/name in the hub's cache (default: the shipped model)", .flag = "-m" },
+      "a Hugging Face folder, or org/name in the hub's cache (default: the shipped model)", .flag = "-m",
+      .part = "Model and run" },
     { "device",        'c', "auto|cpu|cuda",
       "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU",
       .flag = "-d" },
@@ -63,7 +64,8 @@ const Opt program_options[] = {
       .runs = RUN_PLAN },
 
     // Prompt
-    { "prompt",        's', "",     "text to answer once", .runs = RUN_PROMPT | RUN_TOKENS, .flag = "-p" },
+    { "prompt",        's', "",     "text to answer once", .runs = RUN_PROMPT | RUN_TOKENS, .flag = "-p",
+      .part = "Prompt" },
     { "file",          'p', "",
       "the same from a file; - is standard input; with --eval ppl or kld: the text; with --calibrate: the hay",
       .runs = RUN_PROMPT | RUN_TOKENS | RUN_EVAL | RUN_CALIBRATE, .flag = "-f" },
@@ -83,14 +85,15 @@ const Opt program_options[] = {
       "go on with the dialogue in this file, and save it after every turn", .runs = RUN_TALKS },
 
     // Sampling
-    { "temp",          'f', "0.8",  "temperature, 0: greedy", 0, 100, .runs = RUN_SAMPLES },
+    { "temp",          'f', "0.8",  "temperature, 0: greedy", 0, 100, .runs = RUN_SAMPLES, .part = "Sampling" },
     { "top-k",         'i', "40",   "0: off", 0, INT_MAX, .runs = RUN_SAMPLES },
     { "top-p",         'f', "0.95", "1: off", 0, 1, .runs = RUN_SAMPLES },
     { "min-p",         'f', "0.05", "0: off", 0, 1, .runs = RUN_SAMPLES },
     { "seed",          'i', "-1",   "of the sampler, -1: from the clock", .flag = "-s" },
 
     // Compression
-    { "method",        's', "full", "NAME or NAME+NAME, see --list-methods", .runs = RUN_SESSION },
+    { "method",        's', "full", "NAME or NAME+NAME, see --list-methods", .runs = RUN_SESSION,
+      .part = "Compression" },
     { "budget",        'i', "0",
       "rows that a KV head keeps or reads, window included (dililazy, headkv: a query head, on average), 0: the method's "
       "default", 0, INT_MAX, .runs = RUN_SESSION },
@@ -115,7 +118,7 @@ const Opt program_options[] = {
 
     // Output
     { "json",          'b', "0",    "the numbers of the run on stdout, as one JSON object",
-      .runs = RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE },
+      .runs = RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE, .part = "Output" },
     { "json-rows",     'b', "0",    "with --json: the rows kept by every head", .runs = RUN_TALKS | RUN_IDS },
     { "csv",           'b', "0",    "the same names as --json, as a table",
       .runs = RUN_EVAL | RUN_BENCH | RUN_MERGE },
@@ -140,7 +143,8 @@ const Opt program_options[] = {
     // Measure
     { "eval",          's', "",
       "quality through the compressed cache: tasks of data/tasks, files of dialogues, or ppl or kld of -f; "
-      "comma-separated; all is needle,multiturn,coref,facts,json,fewshot,summary", .runs = RUN_EVAL },
+      "comma-separated; all is needle,multiturn,coref,facts,json,fewshot,summary", .runs = RUN_EVAL,
+      .part = "Measure" },
     { "eval-items",    'i', "0",
       "the first texts of each task or file, in all their versions, 0: all; ppl, kld: most windows of the text, 0: 8",
       0, 1 << 20, .runs = RUN_EVAL | RUN_REPORT },
@@ -166,7 +170,7 @@ const Opt program_options[] = {
       .runs = RUN_BENCH, .flag = "-r" },
 
     // Other
-    { "list-methods",  'b', "0",    "the methods, one name a line" },
+    { "list-methods",  'b', "0",    "the methods, one name a line", .part = "Other" },
     { "version",       'b', "0",    "print the version" },
     { NULL, 0, NULL, NULL },
 };

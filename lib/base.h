@@ -188,6 +188,7 @@ typedef struct {                // one option
     double lo, hi;              // the least and the largest value, both allowed; equal: any
     int runs;                   // in which runs of the program it has an effect, a bit each; 0: in all
     const char *flag;           // its other name on the command line, with its dash: "-m"; NULL: none
+    const char *part;           // the title of the paragraph of --help that it begins; NULL: it begins none
 } Opt;
 
 typedef struct Options {
