@@ -1002,9 +1002,12 @@ size_t weights_bytes(const Config *c) {
     return n;
 }
 
-// Maps one block with room for all tensors, of which those that are made take theirs. Exit 4 when there is no memory.
-static void weights_block(Weights *w, const Config *c, const char *what) {
-    size_t n = weights_bytes(c) + (size_t)(c->L + 1) * N_LINES * 64;        // each may end with up to 63 unused bytes
+// Maps one block for all tensors that are made: matrices as DT_Q8, or all of them in bf16. Exit 4 when there is
+// no memory.
+static void weights_block(Weights *w, const Config *c, int vectors, const char *what) {
+    size_t n = 0;
+    for (Place p = {0}; tensor_next(c, NULL, &p); )
+        if (p.needed && (p.matrix || vectors)) n += round_up_64(made_bytes(c, &p, DT_BF16));
     void *block = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (block == MAP_FAILED) {
         weights_close(w, NULL);
@@ -1043,7 +1046,7 @@ static void q8_take(Weights *w, const Config *c, const Place *p) {
 
 // All matrices of a checkpoint, one after the other: what is held beside them is one matrix.
 static void q8_weights(Weights *w, const Config *c) {
-    weights_block(w, c, "weights in 8 bits");
+    weights_block(w, c, 0, "weights in 8 bits");
     for (Place p = {0}; tensor_next(c, w, &p); ) {
         if (p.line == 0 || p.line == 1) progress_tell("loading", (p.layer + 1.0) / (c->L + 2));
         if (p.matrix) q8_take(w, c, &p);
@@ -1151,7 +1154,7 @@ Weights *weights_planned(const Config *c) {
 // the embedding, so that depth changes nothing. Sets c->dtype.
 Weights *weights_synthetic(Config *c, uint64_t seed) {
     Weights *w = weights_new(c);
-    weights_block(w, c, "synthetic weights (a smaller shape needs less)");
+    weights_block(w, c, 1, "synthetic weights (a smaller shape needs less)");
 
     // The last norm gives x (C) the length sqrt(C), so its products with rows of deviation std have
     // the deviation 2.5. A layer's matrix keeps the size of its input. The two that write into the residual
