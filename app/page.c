@@ -442,8 +442,8 @@ static void play_run(const App *a, const Options *o, const char *method, Turn **
     Session *s = x.side.app.s;
     char *err = x.side.refused;
     if (s) x.latest = latest_open(s, report_step(a->c));
-    if (s && *script) shown_follow(&x, *script, err);
-    else if (s && !(*script = script_of(&x))) snprintf(err, 512, "the dialogue does not fit");
+    if (s && !*script && !(*script = script_of(&x))) snprintf(err, 512, "the dialogue does not fit");
+    else if (s) shown_follow(&x, *script, err);
     json_print(f, "{'method':%s,", method);
     if (*err) {
         json_print(f, "'why':%s}", err);
