@@ -922,7 +922,7 @@ static int session_line(App *a, const Json *j, int *asked, char why[512]) {
 static int session_read(App *a, const char *path, char err[512]) {
     char why[512] = "", *made = NULL;
     size_t n;
-    char *text = read_file(path, &n, err);
+    char *text = read_bounded(path, MOST_TEXT, &n, err);
     if (!text) return -1;
     Turn *own = a->turn;
     int number = 0, asked = 0, bad = 0;

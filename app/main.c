@@ -1,6 +1,6 @@
 // app/main.c - the command line.
 #define _GNU_SOURCE
-#include "main.h"
+#include "page.h"
 #include <errno.h>
 #include <limits.h>
 #include <stdlib.h>
@@ -49,44 +49,17 @@ static int plan(App *a) {
 // Options are read, then checked against each other. What they name is opened, the rest of the program runs,
 // everything is closed.
 
-// Flags with an option's other name.
-static const struct { const char *flag, *name; } short_options[] = {
-    { "-m", "model" },      { "-d", "device" },     { "-t", "threads" },    { "-c", "ctx-size" },
-    { "-b", "batch-size" }, { "-ctk", "ctk" },      { "-ctv", "ctv" },      { "-p", "prompt" },
-    { "-f", "file" },       { "-sys", "system" },   { "-n", "n-predict" },  { "-st", "single-turn" },
-    { "-s", "seed" },       { "-q", "quiet" },      { "-r", "repeat" },
-};
-enum { N_SHORT = sizeof short_options / sizeof *short_options };
-
-// The flag in front of an option's name in --help, or NULL.
-static const char *short_of(const char *name) {
-    for (int i = 0; i < N_SHORT; i++)
-        if (!strcmp(short_options[i].name, name)) return short_options[i].flag;
-    return NULL;
-}
-
 // The option's name that a flag of the command line stands for: "-m" and "--model" are both
 // "model". NULL: none.
 static const char *long_of(const char *flag) {
-    for (int i = 0; i < N_SHORT; i++)
-        if (!strcmp(short_options[i].flag, flag)) return short_options[i].name;
+    for (const Opt *o = program_options; o->name; o++)
+        if (o->flag && !strcmp(o->flag, flag)) return o->name;
     return flag[1] == '-' ? flag + 2 : NULL;
 }
 
 // ---- help
 // All of it is made from the tables of options and methods, so none of it can be out of date. --help shows one screen
 // of what is often needed, --help all every option, --help METHOD what one method is and takes.
-
-// The paragraphs of --help and the option that each begins with.
-static const struct { const char *title, *first; } help_parts[] = {
-    { "Model and run", "model" },
-    { "Prompt",        "prompt" },
-    { "Sampling",      "temp" },
-    { "Compression",   "method" },
-    { "Output",        "json" },
-    { "Measure",       "eval" },
-    { "Other",         "list-methods" },
-};
 
 enum { HELP_COLUMNS = 100 };
 
@@ -96,11 +69,11 @@ static void help_option(const Opt *o, int brief) {
     static const char *const value[] = { ['b'] = "", ['i'] = " N", ['f'] = " F", ['s'] = " TEXT", ['p'] = " FILE",
                                          ['c'] = "=" };         // behind it the words of the choice
     char left[128], text[640];
-    const char *flag = short_of(o->name), *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
+    const char *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
     int n = (int)strlen(o->help), wide = brief ? 25 : 32;
     if (brief && end) n = min_int(n, (int)(end - o->help));
     if (brief && bracket) n = min_int(n, (int)(bracket - o->help));
-    snprintf(left, sizeof left, "%s%s--%s%s%s", flag ? flag : "", flag ? " " : "", o->name, value[(int)o->kind],
+    snprintf(left, sizeof left, "%s%s--%s%s%s", o->flag ? o->flag : "", o->flag ? " " : "", o->name, value[(int)o->kind],
              o->kind == 'c' ? o->def : "");
     int shown = o->kind != 'b' && o->kind != 'c' && *o->def;
     snprintf(text, sizeof text, "%.*s%s%s%s", n, o->help, shown ? " [" : "", shown ? o->def : "", shown ? "]" : "");
@@ -137,8 +110,7 @@ static void help(void) {
 static void help_all(void) {
     help_head();
     for (const Opt *o = program_options; o->name; o++) {
-        for (size_t i = 0; i < sizeof help_parts / sizeof *help_parts; i++)
-            if (!strcmp(help_parts[i].first, o->name)) printf("%s\n", help_parts[i].title);
+        if (o->part) printf("%s\n", o->part);
         help_option(o, 0);
     }
     printf("Methods (--help METHOD has the paper, what is kept, limits)\n");
@@ -657,6 +629,7 @@ static int run_app(App *a, const char *text) {
 // Everything behind the options that only print something.
 static int run_options(App *a) {
     char err[512];
+    Saving page = { 0 };
     Options *o = a->o;
     if (*opt_str(o, "eval-merge")) {
         if (!quiet) say_without_effect(o);
@@ -668,8 +641,9 @@ static int run_options(App *a) {
 #endif
     find_model(o);
     if (opt_int(o, "bench")) return bench(o);
-    if (*opt_str(o, "report") && save_check(opt_str(o, "report"), err))         // before hours of evaluation
+    if (*opt_str(o, "report") && save_begin(&page, opt_str(o, "report"), err))  // before hours of evaluation
         die(EXIT_RUN, "--report %s", err);
+    save_drop(&page);
     char *text = prompt_text(a);
     int rc = run_app(a, text);
     free(text);

@@ -180,7 +180,7 @@ static int read_item(EvalRun *x, const Tokenizer *tok, const Json *obj, int firs
 static void read_items(EvalRun *x, const Tokenizer *tok, const char *path, int texts) {
     char err[512];
     size_t n;
-    char *text = read_file(path, &n, err);
+    char *text = read_bounded(path, MOST_TEXT, &n, err);
     if (!text) die(EXIT_USAGE, "--eval %s", err);
 
     char *stop = text + n, *end;
@@ -1166,7 +1166,7 @@ static void eval_windows(const App *a, const char *path, EvalRun *x) {
     int window = opt_int(a->o, "eval-length"), most = opt_int(a->o, "eval-items");
     char err[256];
     size_t n;
-    char *text = read_file(path, &n, err);
+    char *text = read_bounded(path, MOST_TEXT, &n, err);
     if (!text) die(EXIT_USAGE, "-f %s", err);
     x->ids = tokenizer_encode(a->tok, text, n, 0, NULL);
     free(text);
@@ -1302,7 +1302,7 @@ static int *hay_ids(const Tokenizer *t, const char *path, int n) {
     char why[256], own[PROGRAM_PATH];
     size_t size;
     if (!*path) path = beside_program(own_hay, own);
-    char *text = read_file(path, &size, why);
+    char *text = read_bounded(path, MOST_TEXT, &size, why);
     if (!text) die(EXIT_USAGE, "-f %s", why);
     int *ids = encode_at(t, text, size, 0, 1, NULL);
     free(text);

@@ -6,28 +6,39 @@
 
 // ==================================================================================================== OPTIONS OF THE PROGRAM
 // One table has every option that is no method's: its name, its kind, its default, what --help says of it,
-// and its bounds (Opt in lib/base.h). Parsing, help, -v and suggestions all read it, as they read the tables of
-// the methods, so a new option is one line here. Two more tables say what the names alone do not:
-//
-//     option_runs        in which runs an option has an effect; a run says which of the given ones have none
-//     no_options         options that are gone, or other programs' names of ours, and what to use instead
+// its bounds, and in which runs it has an effect (Opt in lib/base.h). Parsing, help, suggestions and what a run says of
+// options without effect all read it, as they read the tables of the methods, so a new option is one line here. Another
+// table, no_options, has options that are gone, or other programs' names of ours, and what to use instead.
 //
 // An option stays if a claim, a table of NOTES or a user needs it. One that many methods share stands here,
 // under Compression, and each of them names it in Method.uses.
 
+enum {                      // what a run does, one bit each: Opt.runs
+    RUN_CHAT = 1, RUN_PROMPT = 2, RUN_IDS = 4, RUN_EVAL = 8, RUN_REPORT = 16, RUN_BENCH = 32,
+    RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256, RUN_DEMO = 512, RUN_PLAN = 1024,
+    RUN_MERGE = 2048, RUN_BATCH = 4096,
+    RUN_TALKS = RUN_CHAT | RUN_PROMPT,                          // replies are sampled
+    RUN_SAMPLES = RUN_TALKS | RUN_BATCH,
+    RUN_REPLIES = RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_DEMO, // replies are made
+    RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_PLAN,
+};
+
 const Opt program_options[] = {
     // Model and run
     { "model",         's', "",
-      "a Hugging Face folder, or org/name in the hub's cache (default: the shipped model)" },
+      "a Hugging Face folder, or org/name in the hub's cache (default: the shipped model)", .flag = "-m",
+      .part = "Model and run" },
     { "device",        'c', "auto|cpu|cuda",
-      "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU" },
-    { "threads",       'i', "0",    "threads, 0: one for a small model, all physical cores for others", 0, 1024 },
+      "where to run; auto: a GPU that answers, has room and computes what the CPU computes, else the CPU",
+      .flag = "-d" },
+    { "threads",       'i', "0",    "threads, 0: one for a small model, all physical cores for others", 0, 1024,
+      .flag = "-t" },
     { "ctx-size",      'i', "4096",
       "most rows a head may hold in a chat (--ids is replayed whatever its length); 0: the model's own limit",
-      0, 1 << 30 },
+      0, 1 << 30, .flag = "-c" },
     { "batch-size",    'i', "0",
       "rows of a prefill block, 0: 512, on a GPU 2048; changes speed and memory, never a logit (on a GPU: their "
-      "rounding)", 0, 1 << 20 },
+      "rounding)", 0, 1 << 20, .flag = "-b" },
     { "chunk",         'i', "0",
       "a prefill goes through the model in passes of so many tokens, and methods that drop rows do so at the end "
       "of each; 0: off", 0, 1 << 30 },
@@ -39,45 +50,56 @@ const Opt program_options[] = {
     { "bf16-terms",    'c', "3|2|1",
       "BF16 numbers that make an activation, with BF16 weights: 3 as exact as f32; 2 (3e-6 off) faster on AMX, "
       "1 (.002 off) on AVX-512 BF16, too" },
-    { "ctk",           'c', "f16|f32|bf16|q8_0|q4", "how K rows are stored" },
-    { "ctv",           'c', "f16|f32|bf16|q8_0|q4", "how V rows are stored" },
+    { "ctk",           'c', "f16|f32|bf16|q8_0|q4", "how K rows are stored", .flag = "-ctk" },
+    { "ctv",           'c', "f16|f32|bf16|q8_0|q4", "how V rows are stored", .flag = "-ctv" },
     { "tokenizer",     's', "",     "tokenizer.json, or its folder, instead of the model's" },
-    { "chat-template", 's', "",     "template by name, or a file, instead of the model's" },
+    { "chat-template", 's', "",     "template by name, or a file, instead of the model's",
+      .runs = RUN_REPLIES | RUN_TOKENS },
     { "synthetic",     's', "",
       "random weights of a shape: llama-3.2-1b, llama-3.1-8b, qwen3-4b, tiny, or L..,H..,G..,D..,C..,F..,V.." },
-    { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave" },
+    { "inspect",       'b', "0",    "print config, tensors, bytes, KV bytes per token, and leave",
+      .runs = RUN_INSPECT },
     { "plan",          'b', "0",
-      "print what a dialogue of -c tokens takes, on a GPU every allocation, and leave; needs no weights" },
+      "print what a dialogue of -c tokens takes, on a GPU every allocation, and leave; needs no weights",
+      .runs = RUN_PLAN },
 
     // Prompt
-    { "prompt",        's', "",     "text to answer once" },
+    { "prompt",        's', "",     "text to answer once", .runs = RUN_PROMPT | RUN_TOKENS, .flag = "-p",
+      .part = "Prompt" },
     { "file",          'p', "",
-      "the same from a file; - is standard input; with --eval ppl or kld: the text; with --calibrate: the hay" },
-    { "system",        's', "",     "system message" },
-    { "n-predict",     'i', "-1",   "most tokens to make, -1: no limit in a chat, 256 otherwise", -1, INT_MAX },
-    { "raw",           'b', "0",    "no chat template: the text as it is" },
-    { "parse-special", 'b', "0",    "read special tokens in the prompt's text" },
-    { "ignore-eos",    'b', "0",    "go on after an end token" },
-    { "no-think",      'b', "0",    "turn a thinking model's thoughts off" },
+      "the same from a file; - is standard input; with --eval ppl or kld: the text; with --calibrate: the hay",
+      .runs = RUN_PROMPT | RUN_TOKENS | RUN_EVAL | RUN_CALIBRATE, .flag = "-f" },
+    { "system",        's', "",     "system message",
+      .runs = RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS, .flag = "-sys" },
+    { "n-predict",     'i', "-1",   "most tokens to make, -1: no limit in a chat, 256 otherwise", -1, INT_MAX,
+      .runs = RUN_SAMPLES | RUN_EVAL | RUN_REPORT, .flag = "-n" },
+    { "raw",           'b', "0",    "no chat template: the text as it is", .runs = RUN_REPLIES | RUN_TOKENS },
+    { "parse-special", 'b', "0",    "read special tokens in the prompt's text",
+      .runs = RUN_REPLIES | RUN_TOKENS },
+    { "ignore-eos",    'b', "0",    "go on after an end token", .runs = RUN_REPLIES },
+    { "no-think",      'b', "0",    "turn a thinking model's thoughts off", .runs = RUN_REPLIES | RUN_TOKENS },
     { "demo",          'b', "0",
-      "a scripted dialogue through several methods side by side: what each answers, holds, reads" },
+      "a scripted dialogue through several methods side by side: what each answers, holds, reads",
+      .runs = RUN_DEMO },
     { "session",       'p', "",
-      "go on with the dialogue in this file, and save it after every turn" },
+      "go on with the dialogue in this file, and save it after every turn", .runs = RUN_TALKS },
 
     // Sampling
-    { "temp",          'f', "0.8",  "temperature, 0: greedy", 0, 100 },
-    { "top-k",         'i', "40",   "0: off", 0, INT_MAX },
-    { "top-p",         'f', "0.95", "1: off", 0, 1 },
-    { "min-p",         'f', "0.05", "0: off", 0, 1 },
-    { "seed",          'i', "-1",   "of the sampler, -1: from the clock" },
+    { "temp",          'f', "0.8",  "temperature, 0: greedy", 0, 100, .runs = RUN_SAMPLES, .part = "Sampling" },
+    { "top-k",         'i', "40",   "0: off", 0, INT_MAX, .runs = RUN_SAMPLES },
+    { "top-p",         'f', "0.95", "1: off", 0, 1, .runs = RUN_SAMPLES },
+    { "min-p",         'f', "0.05", "0: off", 0, 1, .runs = RUN_SAMPLES },
+    { "seed",          'i', "-1",   "of the sampler, -1: from the clock", .flag = "-s" },
 
     // Compression
-    { "method",        's', "full", "NAME or NAME+NAME, see --list-methods" },
+    { "method",        's', "full", "NAME or NAME+NAME, see --list-methods", .runs = RUN_SESSION,
+      .part = "Compression" },
     { "budget",        'i', "0",
       "rows that a KV head keeps or reads, window included (dililazy, headkv: a query head, on average), 0: the method's "
-      "default", 0, INT_MAX },
+      "default", 0, INT_MAX, .runs = RUN_SESSION },
     { "ratio",         'f', "0",
-      "share of the rows to remove at each prefill end, instead of --budget, 0: off", 0, 0.9999 },
+      "share of the rows to remove at each prefill end, instead of --budget, 0: off", 0, 0.9999,
+      .runs = RUN_SESSION },
     { "sink",          'i', "-1",
       "first tokens always kept or read; -1: 4 (streaming, expected-attention, loopserve, sonic) or 16 (pats, lychee)",
       -1, INT_MAX },
@@ -95,50 +117,60 @@ const Opt program_options[] = {
       "sonic: the exact mask, the whole history in one pass every turn" },
 
     // Output
-    { "json",          'b', "0",    "the numbers of the run on stdout, as one JSON object" },
-    { "json-rows",     'b', "0",    "with --json: the rows kept by every head" },
-    { "csv",           'b', "0",    "the same names as --json, as a table" },
-    { "dump-tokens",   'b', "0",    "print the ids of -p on one line, or of the messages of --batch, and leave" },
-    { "ids",           'p', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode" },
+    { "json",          'b', "0",    "the numbers of the run on stdout, as one JSON object",
+      .runs = RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE, .part = "Output" },
+    { "json-rows",     'b', "0",    "with --json: the rows kept by every head", .runs = RUN_TALKS | RUN_IDS },
+    { "csv",           'b', "0",    "the same names as --json, as a table",
+      .runs = RUN_EVAL | RUN_BENCH | RUN_MERGE },
+    { "dump-tokens",   'b', "0",    "print the ids of -p on one line, or of the messages of --batch, and leave",
+      .runs = RUN_TOKENS },
+    { "ids",           'p', "",     "teacher forcing: each line is a turn, ids to prefill | ids to decode",
+      .runs = RUN_IDS },
     { "dump-logits",   'p', "",
-      "with --ids: write the logits rows here (float32, V a row); - is standard output" },
+      "with --ids: write the logits rows here (float32, V a row); - is standard output", .runs = RUN_IDS },
     { "trace",         'p', "",
-      "with --ids, -p, --eval: write what every pass computes, and what the method decides, to this .safetensors" },
-    { "trace-layers",  's', "",     "with --trace: only these layers, like 0,3 or 4:8:2 (from, to, step)" },
+      "with --ids, -p, --eval: write what every pass computes, and what the method decides, to this .safetensors",
+      .runs = RUN_PROMPT | RUN_IDS | RUN_EVAL },
+    { "trace-layers",  's', "",     "with --trace: only these layers, like 0,3 or 4:8:2 (from, to, step)",
+      .runs = RUN_PROMPT | RUN_IDS | RUN_EVAL },
     { "batch",         'p', "",
       "answer the json lines of a file or - with json lines; prompt, messages or ids a line; exit code "
-      "1: one had an error" },
-    { "quiet",         'b', "0",    "errors only on stderr" },
+      "1: one had an error", .runs = RUN_BATCH | RUN_TOKENS },
+    { "quiet",         'b', "0",    "errors only on stderr", .flag = "-q" },
     { "no-history",    'b', "0",
-      "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)" },
+      "do not keep a chat's messages for the next one (~/.local/state/kvcomp/history)", .runs = RUN_CHAT },
 
     // Measure
     { "eval",          's', "",
       "quality through the compressed cache: tasks of data/tasks, files of dialogues, or ppl or kld of -f; "
-      "comma-separated; all is needle,multiturn,coref,facts,json,fewshot,summary" },
+      "comma-separated; all is needle,multiturn,coref,facts,json,fewshot,summary", .runs = RUN_EVAL,
+      .part = "Measure" },
     { "eval-items",    'i', "0",
       "the first texts of each task or file, in all their versions, 0: all; ppl, kld: most windows of the text, 0: 8",
-      0, 1 << 20 },
-    { "eval-length",   'i', "512",  "ppl, kld: tokens of a window, half prefilled, half decoded", 4, 1 << 20 },
+      0, 1 << 20, .runs = RUN_EVAL | RUN_REPORT },
+    { "eval-length",   'i', "512",  "ppl, kld: tokens of a window, half prefilled, half decoded", 4, 1 << 20,
+      .runs = RUN_EVAL },
     { "eval-out",      'p', "",
       "write a line per item and row to this file as it goes; the same run with the same file goes on where "
-      "it stopped" },
-    { "eval-shard",    's', "1/1",  "I/N: every N-th item from the I-th on, to spread a run over machines" },
+      "it stopped", .runs = RUN_EVAL },
+    { "eval-shard",    's', "1/1",  "I/N: every N-th item from the I-th on, to spread a run over machines",
+      .runs = RUN_EVAL | RUN_REPORT },
     { "eval-merge",    'p', "",     "FILES of --eval-out, all parts of one run: print their one table and leave" },
     { "compare",       's', "",
       "methods, comma-separated: the same items through each (--eval all unless given); score_gap is from "
-      "the first" },
-    { "budgets",       's', "",     "budgets for --compare, comma-separated" },
+      "the first", .runs = RUN_EVAL },
+    { "budgets",       's', "",     "budgets for --compare, comma-separated", .runs = RUN_EVAL | RUN_REPORT },
     { "report",        'p', "",
       "write a page: quality against bytes, what each method keeps, a picture a paper; scores of --eval, "
-      "else of needles" },
+      "else of needles", .runs = RUN_EVAL | RUN_REPORT },
     { "bench",         'b', "0",    "measure speed; with --synthetic or a model" },
-    { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths" },
-    { "bench-prompts", 's', "512,4096", "prefill of these lengths" },
-    { "repeat",        'i', "5",    "runs per number of --bench, the median counts", 1, 1000 },
+    { "bench-depths",  's', "0,4096,16384,32768", "decode at these context lengths", .runs = RUN_BENCH },
+    { "bench-prompts", 's', "512,4096", "prefill of these lengths", .runs = RUN_BENCH },
+    { "repeat",        'i', "5",    "runs per number of --bench, the median counts", 1, 1000,
+      .runs = RUN_BENCH, .flag = "-r" },
 
     // Other
-    { "list-methods",  'b', "0",    "the methods, one name a line" },
+    { "list-methods",  'b', "0",    "the methods, one name a line", .part = "Other" },
     { "version",       'b', "0",    "print the version" },
     { NULL, 0, NULL, NULL },
 };
@@ -181,6 +213,7 @@ static const struct { const char *name, *instead; } no_options[] = {
     { "h2o",                      "h2o drops rows in every decode step, as its paper does" },
     { "keep",                     "each method says what it keeps: --help METHOD" },
     { "think",                    "a thinking model thinks, unless --no-think" },
+    { "st",                       "-p TEXT is answered once; a chat ends where its input does" },
     { "single-turn",              "-p TEXT is answered once; a chat ends where its input does" },
     { "repeat-last-n",            "--temp, --top-k, --top-p and --min-p say how a token is drawn" },
     { "repeat-penalty",           "--temp, --top-k, --top-p and --min-p say how a token is drawn" },
@@ -243,16 +276,6 @@ void unknown_option(const char *reason, const char *name) {
 // An option that this run never looks at is a mistake of the user's, such as --budget without
 // --method. It is not refused, because scripts share their options among runs; a line says so.
 
-enum {                      // what a run does, one bit each
-    RUN_CHAT = 1, RUN_PROMPT = 2, RUN_IDS = 4, RUN_EVAL = 8, RUN_REPORT = 16, RUN_BENCH = 32,
-    RUN_CALIBRATE = 64, RUN_INSPECT = 128, RUN_TOKENS = 256, RUN_DEMO = 512, RUN_PLAN = 1024,
-    RUN_MERGE = 2048, RUN_BATCH = 4096,
-    RUN_TALKS = RUN_CHAT | RUN_PROMPT,                          // replies are sampled
-    RUN_SAMPLES = RUN_TALKS | RUN_BATCH,
-    RUN_REPLIES = RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_DEMO, // replies are made
-    RUN_SESSION = RUN_REPLIES | RUN_IDS | RUN_BENCH | RUN_PLAN,
-};
-
 // The option that makes a run what it is, and how a line names it. The first of those that are given decides.
 static const struct Run { int run; const char *name, *flag; } run_flags[] = {
     { RUN_MERGE,     "eval-merge",  "--eval-merge" },   { RUN_BENCH,   "bench",   "--bench" },
@@ -263,35 +286,6 @@ static const struct Run { int run; const char *name, *flag; } run_flags[] = {
     { RUN_REPORT,    "report",      "--report" },       { RUN_DEMO,    "demo",    "--demo" },
     { RUN_PROMPT,    "file",        "-p or -f" },       { RUN_PROMPT,  "prompt",  "-p or -f" },
     { RUN_CHAT,      NULL,          "a chat" },
-};
-
-// In which runs an option has an effect. What is not in the table has one in every run, or is
-// accepted for scripts. Those of methods are not here: a method's table, its `uses` and method_looks_at say who
-// looks at them.
-static const struct { const char *names; int runs; } option_runs[] = {
-    { "prompt", RUN_PROMPT | RUN_TOKENS },
-    { "file", RUN_PROMPT | RUN_TOKENS | RUN_EVAL | RUN_CALIBRATE },
-    { "system", RUN_SAMPLES | RUN_EVAL | RUN_REPORT | RUN_TOKENS },
-    { "n-predict", RUN_SAMPLES | RUN_EVAL | RUN_REPORT },
-    { "raw|chat-template|parse-special|no-think", RUN_REPLIES | RUN_TOKENS },
-    { "ignore-eos", RUN_REPLIES },
-    { "session", RUN_TALKS },
-    { "temp|top-k|top-p|min-p", RUN_SAMPLES },
-    { "batch", RUN_BATCH | RUN_TOKENS },
-    { "trace|trace-layers", RUN_PROMPT | RUN_IDS | RUN_EVAL },
-    { "method|budget|ratio", RUN_SESSION },
-    { "ids|dump-logits", RUN_IDS },
-    { "eval|compare|eval-length|eval-out", RUN_EVAL },
-    { "budgets|report|eval-items|eval-shard", RUN_EVAL | RUN_REPORT },
-    { "demo", RUN_DEMO },
-    { "inspect", RUN_INSPECT },
-    { "plan", RUN_PLAN },
-    { "dump-tokens", RUN_TOKENS },
-    { "json", RUN_TALKS | RUN_IDS | RUN_EVAL | RUN_BENCH | RUN_MERGE },
-    { "json-rows", RUN_TALKS | RUN_IDS },
-    { "csv", RUN_EVAL | RUN_BENCH | RUN_MERGE },
-    { "no-history", RUN_CHAT },
-    { "bench-depths|bench-prompts|repeat", RUN_BENCH },
 };
 
 // What the run does.
@@ -341,11 +335,9 @@ static void flag_add(char text[512], const char *name) {
 
 // Has the option an effect in this run, as far as the kind of run goes?
 static int run_looks_at(const char *name, int run) {
+    const Opt *o = opt_find_in(program_options, name);
     if (!strncmp(name, "calibrate", 9)) return run == RUN_CALIBRATE;
-    for (size_t i = 0; i < sizeof option_runs / sizeof *option_runs; i++) {
-        if (word_place(option_runs[i].names, name) >= 0) return (option_runs[i].runs & run) != 0;
-    }
-    return 1;
+    return !o || !o->runs || o->runs & run;
 }
 
 // Says in one line which of the given options this run never looks at, and in another one which the

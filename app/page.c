@@ -39,7 +39,6 @@ typedef struct {
     Side side;                  // side.app.s NULL: it is not open
     Decoder reply;              // the text of the reply that is made
     Decoder all;                // the text of all tokens
-    int made;                   // tokens of the reply so far
     double read;                // bytes of rows that the last step read
     Latest *latest;             // what was traced; NULL: nothing
 } Shown;
@@ -148,7 +147,8 @@ static void write_facts(const Shown *x, FILE *f) {
             json_print(f, "%s:%s,", o->name, opt_str(a->o, o->name));
     for (int i = 0; i < 3; i++) json_print(f, "%s:%s,", shared[i], opt_str(a->o, shared[i]));
     json_print(f, "'budget':'%d'},'rows_bytes':%zu,'rows_full':%zu,", s->budget, rows_bytes(s), rows_bytes_full(s));
-    json_print(f, "'read':%.0f,'tokens':%d,'turns':%d,'made':%d,", x->read, s->n_tok, s->turn, x->made);
+    int made = arrlen(a->turn) ? (int)arrlen(arrlast(a->turn).dec) : 0;
+    json_print(f, "'read':%.0f,'tokens':%d,'turns':%d,'made':%d,", x->read, s->n_tok, s->turn, made);
     json_print(f, "'budgeted':%d}", uses_budget(s));
 }
 
@@ -302,7 +302,6 @@ static void shown_close(Shown *x) {
 
 // A new reply begins.
 static void reply_begin(Shown *x) {
-    x->made = 0;
     x->read = 0;
     x->reply = (Decoder){ .t = x->side.app.tok, .skip_special = 1 };
 }
@@ -330,11 +329,11 @@ static void shown_decode(Shown *x, int id) {
 // One step of a reply of at most n tokens, as generate does it: appends what came to *text (stb_ds) and
 // says whether the reply goes on.
 static int shown_step(Shown *x, int n, char **text) {
-    int id = x->made < n ? reply_next(&x->side.app) : -1;
+    App *a = &x->side.app;
+    int id = arrlen(arrlast(a->turn).dec) < n ? reply_next(a) : -1;
     *text = id < 0 ? decode_flush(&x->reply, *text) : decode_token(&x->reply, id, *text);
     if (id < 0) return 0;
     shown_decode(x, id);
-    x->made++;
     return 1;
 }
 
@@ -371,8 +370,8 @@ static void shown_follow(Shown *x, const Turn *now, char err[512]) {
 // A report's dialogue is that of --demo. Full attention speaks first. Every other method is fed its words
 // up to the answer to the last question, where its state is written down, and goes on by itself.
 
-// The right answer to the last question of the demonstration.
-static const char *last_answer(void) { return demo_lines[N_DEMO_LINES - 1].answer; }
+// The right answer to the last question.
+#define LAST_ANSWER (demo_lines[N_DEMO_LINES - 1].answer)
 
 // ---- what was measured
 // The rows as --eval --json prints them, each with its answers to needles: [tokens of the text, depth in per cent,
@@ -397,15 +396,7 @@ static void write_rows(FILE *f, const EvalRun *run) {
 
 // ---- the demonstration
 
-typedef struct {
-    const App *a;
-    Options *o;                 // the user's, with short_values and a budget where nothing is given, greedy
-    Turn *script;               // (stb_ds) the dialogue with full attention's replies, but for the last answer
-    FILE *f;                    // the JSON
-    int runs;                   // written so far
-} Report;
-
-// The options of the demonstration.
+// The options of the demonstration: the user's, with short_values and a budget where nothing is given, greedy.
 static Options *report_options(const App *a) {
     Options *o = options_copy(a->o);
     char err[256], budget[160] = "";
@@ -420,42 +411,40 @@ static Options *report_options(const App *a) {
     return o;
 }
 
-// Makes the rest of a reply, of at most 32 tokens.
+// Goes on with a reply for at most 32 tokens.
 static void speak(Shown *x) {
     char *text = NULL;
-    while (shown_step(x, 32, &text));
+    int most = 32 + (int)arrlen(arrlast(x->side.app.turn).dec);
+    while (shown_step(x, most, &text));
     arrfree(text);
 }
 
-// Full attention's dialogue becomes the script, as far as the answer to the last question. 0, or -1: a message does not
-// fit.
-static int write_script(Report *r, Shown *x) {
+// Full attention's dialogue as far as the answer to the last question, which is the script (stb_ds); NULL: a message
+// does not fit.
+static Turn *script_of(Shown *x) {
     for (int i = 0; i < N_DEMO_LINES; i++) {
-        if (shown_say(x, demo_lines[i].user)) return -1;
+        if (shown_say(x, demo_lines[i].user)) return NULL;
         speak(x);
     }
-    r->script = turns_copy(x->side.app.turn);
-    Turn *last = &arrlast(r->script);
+    Turn *script = turns_copy(x->side.app.turn), *last = &arrlast(script);
     for (int i = 0, n; i < (int)arrlen(last->dec); i++) {       // it ends before the token that begins the answer
-        const char *text = tokenizer_bytes(r->a->tok, last->dec[i], &n);
-        if (memchr(text, last_answer()[0], (size_t)n)) arrsetlen(last->dec, i);
+        const char *text = tokenizer_bytes(x->side.app.tok, last->dec[i], &n);
+        if (memchr(text, *LAST_ANSWER, (size_t)n)) arrsetlen(last->dec, i);
     }
-    return 0;
+    return script;
 }
 
-// Plays the dialogue through one method. A method that does not fit has only its reason.
-static void play_run(Report *r, const char *method) {
+// Plays the dialogue through one method; the first one, full attention, makes the script. A method that does not fit
+// has only its reason.
+static void play_run(const App *a, const Options *o, const char *method, Turn **script, FILE *f) {
     Shown x = { 0 };
-    FILE *f = r->f;
-    side_open(&x.side, r->a, r->o, method);
-    App *a = &x.side.app;
+    side_open(&x.side, a, o, method);
+    Session *s = x.side.app.s;
     char *err = x.side.refused;
-    if (a->s) {
-        x.latest = latest_open(a->s, report_step(r->a->c));
-        if (!r->script && write_script(r, &x)) snprintf(err, 512, "the dialogue does not fit");
-        else shown_follow(&x, r->script, err);
-    }
-    json_print(f, r->runs++ ? ",{'method':%s," : "{'method':%s,", method);
+    if (s) x.latest = latest_open(s, report_step(a->c));
+    if (s && !*script && !(*script = script_of(&x))) snprintf(err, 512, "the dialogue does not fit");
+    else if (s) shown_follow(&x, *script, err);
+    json_print(f, "{'method':%s,", method);
     if (*err) {
         json_print(f, "'why':%s}", err);
         if (!quiet) warn("%s is left out of the demonstration: %s", method, err);
@@ -465,33 +454,14 @@ static void play_run(Report *r, const char *method) {
         fputs(",\"trace\":", f);
         write_trace(x.latest, f);
         speak(&x);
-        char *said = reply_text(a, &arrlast(a->turn));
-        json_print(f, ",'said':%s,'right':%d}", said, strstr(said, last_answer()) != NULL);
+        char *said = reply_text(&x.side.app, &arrlast(x.side.app.turn));
+        json_print(f, ",'said':%s,'right':%d}", said, strstr(said, LAST_ANSWER) != NULL);
         free(said);
     }
     shown_close(&x);
 }
 
-// Full attention and the methods asked for, or some of each kind.
-static void play_runs(Report *r) {
-    const char *list = page_methods;
-    char name[160];
-    if (*opt_str(r->a->o, "compare")) list = opt_str(r->a->o, "compare");
-    else if (opt_given(r->a->o, "method")) list = opt_str(r->a->o, "method");
-    fputs("\"runs\":[", r->f);
-    play_run(r, "full");
-    while (r->script && next_word(&list, ",", name, sizeof name))
-        if (strcmp(name, "full")) play_run(r, name);
-    fputs("],", r->f);
-}
-
 // ---- the whole page
-
-// The command line, the model, the version.
-static void write_source(const App *a, FILE *f) {
-    for (int i = 0; i < arg_count; i++) fprintf(f, i ? " %s" : "%s", args[i]);
-    fprintf(f, " | model %s | kvcomp %s", a->c->dir, KVCOMP_VERSION);
-}
 
 // Writes data/page.html with the JSON at its place, and nothing where a program would be.
 static void page_write(FILE *f, const char *json) {
@@ -508,29 +478,40 @@ static void page_write(FILE *f, const char *json) {
 
 // Writes the page of an evaluation, which may have no rows. Ends the program when writing fails.
 void report_write(App *a, const EvalRun *run) {
-    const char *path = opt_str(a->o, "report");
-    char err[512], *json = NULL;
+    const char *path = opt_str(a->o, "report"), *list = page_methods;
+    char err[512], name[160], *json = NULL;
     size_t n;
     Saving out;
     if (save_begin_open(&out, path, err)) die(EXIT_RUN, "--report %s", err);
-    Report r = { .a = a, .o = report_options(a) };
-    r.f = memory_stream(&json, &n);
-    char *source = written(a, write_source);
-    json_print(r.f, "{'source':%s,'rows':", source);
-    free(source);
-    write_rows(r.f, run);
-    play_runs(&r);
-    json_print(r.f, "'answer':%s,'shape':", last_answer());
-    write_shape(a, r.f);
-    fputs(",\"lines\":", r.f);
-    write_lines(a, r.script, r.o, REPORT_TOKENS, report_step(a->c), r.f);
-    fputs("}", r.f);
-    memory_stream_close(r.f);
+    if (*opt_str(a->o, "compare")) list = opt_str(a->o, "compare");
+    else if (opt_given(a->o, "method")) list = opt_str(a->o, "method");
+    Options *o = report_options(a);
+    Turn *script = NULL;
+    FILE *f = memory_stream(&json, &n);
+    json_print(f, "{'command':[");
+    for (int i = 0; i < arg_count; i++) json_print(f, i ? ",%s" : "%s", args[i]);
+    fputs("],\"rows\":", f);
+    write_rows(f, run);
+
+    // Full attention and the methods asked for, or some of each kind
+    fputs("\"runs\":[", f);
+    play_run(a, o, "full", &script, f);
+    while (script && next_word(&list, ",", name, sizeof name)) {
+        if (!strcmp(name, "full")) continue;
+        fputc(',', f);
+        play_run(a, o, name, &script, f);
+    }
+    json_print(f, "],'answer':%s,'shape':", LAST_ANSWER);
+    write_shape(a, f);
+    fputs(",\"lines\":", f);
+    write_lines(a, script, o, REPORT_TOKENS, report_step(a->c), f);
+    fputs("}", f);
+    memory_stream_close(f);
     page_write(out.f, json);
     if (save_keep(&out, err)) die(EXIT_RUN, "--report %s", err);
     if (!quiet) tell("report: %s", path);
-    turns_free(r.script);
-    options_free(r.o);
+    turns_free(script);
+    options_free(o);
     free(json);
 }
 
@@ -623,9 +604,9 @@ static Options *web_options(const char *lines, char err[256]) {
 // the reply goes on by the new method. "" (no JSON), or the reason why the side stays as it is.
 WEB const char *web_method(int i, const char *method, const char *options) {
     Shown *x = &web_side[i], now = { 0 };
-    char err[512] = "";
+    static char err[512];
+    *err = 0;
     Options *o = web_options(options, err);
-    FILE *f = web_begin();
     if (o) {
         side_open(&now.side, &web, o, method);
         options_free(o);
@@ -641,13 +622,11 @@ WEB const char *web_method(int i, const char *method, const char *options) {
         shown_close(&now);
     } else {
         reply_begin(&now);
-        now.made = x->made;
         x->side.app.turn = NULL;
         shown_close(x);
         *x = now;
     }
-    fputs(err, f);
-    return web_end(f);
+    return err;
 }
 
 // Forgets the dialogue of side i.
@@ -674,11 +653,9 @@ WEB const char *web_step(int i, int n) {
 // Side i is fed what side `of` has said and heard, as far as it does not know it. "" (no JSON), or the
 // reason why it cannot follow.
 WEB const char *web_follow(int i, int of) {
-    char err[512];
+    static char err[512];
     shown_follow(&web_side[i], web_side[of].side.app.turn, err);
-    FILE *f = web_begin();
-    fputs(err, f);
-    return web_end(f);
+    return err;
 }
 
 // The state of side i, with its tokens from number `from` on.

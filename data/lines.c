@@ -227,7 +227,7 @@ static void observe_blocks(App *a, const char *path) {
     size_t size;
     double last = 0, input = 0, output = 0, apart[4] = { 0 };
     int above_last = 0, nearest_first = 0;
-    char *text = read_file(path, &size, why);
+    char *text = read_bounded(path, MOST_TEXT, &size, why);
     if (!text) die(EXIT_USAGE, "lines: %s", why);
     int *ids = encode_at(a->tok, text, size, 0, 1, NULL), n = (int)arrlen(ids) / (PROMPT + OUTPUT);
     if (!n) die(EXIT_USAGE, "lines: %s is too short", path);

@@ -36,6 +36,6 @@ for f in lib/base lib/kernels lib/checkpoint lib/tokenizer lib/template; do
     part $f.c
 done
 part kvcomp.h
-for f in $app; do part $f.h; done
+for f in ${app% *}; do part $f.h; done             # app/main has none
 part kvcomp.c
 for f in $app; do part $f.c; done

@@ -31,7 +31,7 @@ int (*allocation_fails)(void);
 // What stands for the character that the n > 0 bytes at s begin with, NUL-terminated in out. Returns
 // how many of the bytes that is. Control characters become \x1b, or \u009b where two bytes of UTF-8
 // hold one; newline, tab and everything else stay.
-int shown_char(const char *s, size_t n, char out[8]) {
+static int shown_char(const char *s, size_t n, char out[8]) {
     uint32_t c = (unsigned char)*s;
     int k = max_int(utf8_read(s, n, &c), 1);
     if (c != '\n' && c != '\t' && (c < ' ' || (c >= 127 && c < 0xa0))) {
@@ -308,15 +308,10 @@ char *read_bounded(const char *path, size_t most, size_t *size, char err[256]) {
     return NULL;
 }
 
-// The same for a file whose kind has no bound of its own.
-char *read_file(const char *path, size_t *size, char err[256]) {
-    return read_bounded(path, MOST_TEXT, size, err);
-}
-
-// The same of a text that is used as a C string: what stands behind a 0 byte would be lost, so a
-// text that holds one is refused.
+// The same of a text of at most MOST_TEXT bytes that is used as a C string: what stands behind a 0 byte would be lost,
+// so a text that holds one is refused.
 char *read_plain_text(const char *path, size_t *size, char err[256]) {
-    char *text = read_file(path, size, err);
+    char *text = read_bounded(path, MOST_TEXT, size, err);
     size_t n = text ? strlen(text) : 0;
     if (!text || n == *size) return text;
     snprintf(err, 256, "%.190s: byte %zu is 0: expected a text", path, n + 1);
@@ -467,14 +462,6 @@ int save_keep(Saving *x, char err[512]) {
     fclose(x->f);
     folder_sync(x->path);
     save_free(x);
-    return 0;
-}
-
-// Can a file be saved there? 0, or -1 with err. Asked before hours of work.
-int save_check(const char *path, char err[512]) {
-    Saving x;
-    if (save_begin(&x, path, err)) return -1;
-    save_drop(&x);
     return 0;
 }
 
@@ -898,7 +885,6 @@ static int json_container(JsonDoc *r, Json *v) {
     r->p++;
     json_space(r);
     while (*r->p != close) {
-        if (v->n == INT_MAX) return json_fail(r, r->p, "expected fewer than 2^31 values");
         if (object) {           // "key" :
             char *key;
             size_t len;

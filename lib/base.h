@@ -97,10 +97,8 @@ extern int color_mode;                  // COLOR_*
 const char *in_color(FILE *f, const char *sequence);
 
 // ---- texts from outside, UTF-8
-// What stands for the character that the n > 0 bytes at s begin with, NUL-terminated in out -> how many of
-// the bytes that is. Control characters become \x1b, or \u009b; newline, tab and everything else stay.
-int  shown_char(const char *s, size_t n, char out[8]);
-void show(FILE *f, const char *s, size_t n);                   // writes n bytes like that
+// Writes n bytes. Control characters become \x1b, or \u009b; newline, tab and everything else stay.
+void show(FILE *f, const char *s, size_t n);
 
 int   utf8_read(const char *s, size_t n, uint32_t *c);  // bytes of the well-formed character at s, and its code point;
 int   utf8_length(const char *s, size_t n);             // 0: there is none
@@ -159,7 +157,6 @@ int open_failure(void);                 // the exit code of a file that could no
 // The whole file, NUL-terminated, *size bytes without the NUL; the caller frees it. NULL, with the reason in
 // err, when it cannot be read or has more than `most` bytes. read_plain_text refuses a 0 byte.
 char *read_bounded   (const char *path, size_t most, size_t *size, char err[256]);
-char *read_file      (const char *path, size_t *size, char err[256]);
 char *read_plain_text(const char *path, size_t *size, char err[256]);
 
 // Saving: a file is written beside its place, brought to the disk and renamed. Until then the old one is as
@@ -175,7 +172,6 @@ int  save_begin(Saving *x, const char *path, char err[512]);   // 0, or -1 when 
 int  save_begin_open(Saving *x, const char *path, char err[512]);      // a new one gets the umask's permissions
 int  save_keep (Saving *x, char err[512]);                     // the file takes its place: 0, or -1
 void save_drop (Saving *x);                                    // gives it up; one never begun is left alone
-int  save_check(const char *path, char err[512]);              // can a file be saved there? 0, or -1
 const char *save_reason(void);                                 // errno as words; 0: a disk that may be full
 int  temp_files_remove(void);                                  // what a signal handler may call -> how many
 enum { TEMP_FILES = 8 };
@@ -190,6 +186,9 @@ typedef struct {                // one option
     const char *def;            // default; of a choice "a|b|c", and the first one is the default
     const char *help;
     double lo, hi;              // the least and the largest value, both allowed; equal: any
+    int runs;                   // in which runs of the program it has an effect, a bit each; 0: in all
+    const char *flag;           // its other name on the command line, with its dash: "-m"; NULL: none
+    const char *part;           // the title of the paragraph of --help that it begins; NULL: it begins none
 } Opt;
 
 typedef struct Options {

@@ -1433,13 +1433,9 @@ static int load_config(Tokenizer *t, const char *path, char err[512]) {
 }
 
 Tokenizer *tokenizer_load(const char *path, char err[512]) {
-    char file[1200], config[1300], why[512];
+    char file[PATH_MAX], config[PATH_MAX + 32], why[512];
     struct stat st;
     size_t n;
-    if (strlen(path) > 1100) {
-        fault(err, "the path of the tokenizer is too long");
-        return NULL;
-    }
     const char *name = strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
     int folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
     snprintf(file, sizeof file, folder ? "%s/tokenizer.json" : "%s", path);

@@ -461,7 +461,7 @@ static void write_seeds(const char *folder) {
     glob_t found = { 0 };
     if (chosen->files) must(!glob(chosen->files, 0, NULL, &found), "there are files of seeds");
     for (int i = 0; i < (int)found.gl_pathc; i++) {
-        char *text = read_file(found.gl_pathv[i], &n, err);
+        char *text = read_bounded(found.gl_pathv[i], MOST_TEXT, &n, err);
         snprintf(path, sizeof path, "%.4000s/seed-%d", folder, i);
         FILE *f = text ? fopen(path, "wb") : NULL;
         must(f && fwrite(text, 1, n, f) == n && !fclose(f), "a seed is written");

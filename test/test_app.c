@@ -837,19 +837,19 @@ TABLE(no_memory, 2, "whichever allocation fails, in loading, a chat, an evaluati
 // The parts in the order of their floors: the lines that each should have, header and source together, and those that
 // it may have. A part that has become shorter brings the second number down with it.
 static const struct { const char *part; int aim, most; } floors[] = {
-    { "lib/base", 850, 1367 },
+    { "lib/base", 850, 1352 },
     { "lib/kernels", 1000, 1651 },
-    { "lib/checkpoint", 1000, 1379 },
-    { "lib/tokenizer", 1200, 1557 },
+    { "lib/checkpoint", 1000, 1371 },
+    { "lib/tokenizer", 1200, 1553 },
     { "lib/template", 900, 1372 },
     { "kvcomp", 6200, 6773 },
-    { "app/options", 300, 398 },
+    { "app/options", 300, 390 },
     { "app/terminal", 400, 625 },
     { "app/trace", 140, 137 },
     { "app/chat", 1000, 2110 },
     { "app/measure", 1300, 1809 },
-    { "app/page", 450, 729 },
-    { "app/main", 650, 725 },
+    { "app/page", 450, 706 },
+    { "app/main", 650, 690 },
 };
 enum { N_FLOORS = sizeof floors / sizeof *floors };
 

@@ -469,7 +469,7 @@ static int golden_open(Golden *g, const char *name) {
     char err[256] = "";
     const char *dir = formatted("data/golden/%s", name);
     size_t n = 0;
-    *g = (Golden){ .name = name, .file = read_file(formatted("%s/golden.bin", dir), &n, err) };
+    *g = (Golden){ .name = name, .file = read_bounded(formatted("%s/golden.bin", dir), MOST_TEXT, &n, err) };
     const int32_t *p = (const int32_t *)g->file;
     CHECK(p && !load(dir, 1, &g->c, &g->w), "%s: %s%s", name, err, said);
     if (!p || !g->w) return 0;

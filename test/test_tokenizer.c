@@ -31,7 +31,7 @@ static char *fixture_open(const char *name, Fixture *f) {
     char path[300], why[256];
     size_t n = 0;
     snprintf(path, sizeof path, "data/tokenizers/%s", name);
-    char *data = read_file(path, &n, why);
+    char *data = read_bounded(path, MOST_TEXT, &n, why);
     CHECK(data, "%s", why);
     *f = (Fixture){ (unsigned char *)data, (unsigned char *)data + n };
     return data;
