@@ -350,6 +350,7 @@ TABLE(folders, 4, "files that are missing, broken or foreign; tensors that are m
     static char at[2000], counting[256];        // the folder; bytes as put_safetensors writes them
     static int goes_on;
     const char *what = part[0], *a = part[1], *b = part[2];
+    int bias = strstr(what, "bias") != NULL;
     if (!goes_on) {
         folder_begin();
         as_q8 = 0;
@@ -358,20 +359,23 @@ TABLE(folders, 4, "files that are missing, broken or foreign; tensors that are m
     }
     if (!strcmp(what, "at")) snprintf(at, sizeof at, "%s", tmp_path(a));
     if (!strcmp(what, "long")) memset(at, 'x', sizeof at - 1);
-    if (!strcmp(what, "file")) put_text(in_folder(a), b);
+    if (!strcmp(what, "instead")) unlink(in_folder("model.safetensors"));
+    if (!strcmp(what, "file") || !strcmp(what, "instead")) put_text(in_folder(a), b);
     if (!strcmp(what, "gone")) unlink(in_folder(a));
     if (!strcmp(what, "index")) put_index(a);
     if (!strcmp(what, "config")) change(&config, a, b);
-    if (!strcmp(what, "config")) put_text(in_folder("config.json"), config);
+    if (bias && *b) change(&config, "\"hidden_act\"", formatted("%s,\"hidden_act\"", b));
+    if (bias || !strcmp(what, "config")) put_text(in_folder("config.json"), config);
     if (!strcmp(what, "header")) change(&header, a, b);
     if (!strcmp(what, "bare")) while (strstr(header, "\"model.")) change(&header, "\"model.", "\"");
-    if (!strcmp(what, "bias")) {
+    if (bias) {
         change(&header, "{", formatted("{\"model.layers.1.%s\":{\"dtype\":\"BF16\",\"shape\":[8],"
                                        "\"data_offsets\":[%zu,%zu]},", a, data, data + 16));
         data += 16;
     }
-    if (strchr("hb", *what)) put_safetensors(in_folder("model.safetensors"), header, -1, data);
-    if (!strcmp(what, "data")) patch(atol(a), *b ? zeros : counting, (size_t)atol(a));
+    if (strchr("hbz", *what)) put_safetensors(in_folder("model.safetensors"), header, -1, data);
+    if (!strcmp(what, "zero bias")) patch(16, zeros, 16);
+    if (!strcmp(what, "data")) patch(atol(a), counting, (size_t)atol(a));
     if (!strcmp(what, "q8")) as_q8 = 1;
     if (!strcmp(what, "q8")) patch((long)data, zeros, data);
     if (!strcmp(what, "q8")) patch(atol(a), b, case_size[2]);
