@@ -399,9 +399,10 @@ compare() {
     cases "$1" >"$PLACE/cases"
     while read -r name rest; do
         [ -f "$RECORDS/$name/exit" ] || fail "$name is not recorded: say 'record' again"
+        differs=
         # shellcheck disable=SC2086
         play "$2" "$NOW/$name" $rest
-        differs=
+        # shellcheck disable=SC2086
         while IFS='	' read -r thing words; do
             compared=$((compared + 1))
             [ -n "$words" ] || continue
