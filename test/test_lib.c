@@ -7,19 +7,6 @@
 #include "check.h"
 #include "twin.h"
 
-// text with the first `old` replaced by `with`; old "": unchanged. Aborts when old is not there: a
-// mutation must mutate.
-static char *replaced(const char *text, const char *old, const char *with) {
-    const char *at = strstr(text, old);
-    if (!at) {
-        fprintf(stderr, "tests: \"%s\" is not in \"%.200s\"\n", old, text);
-        exit(1);
-    }
-    char *out = xmalloc(strlen(text) + strlen(with) + 1);
-    sprintf(out, "%.*s%s%s", (int)(at - text), text, with, at + strlen(old));
-    return out;
-}
-
 // ==================================================================================================== JSON
 
 // Writes a value: a whole number as it is, another one behind ~.
@@ -221,11 +208,17 @@ static void folder_begin(void) {
     put_safetensors(in_folder("model.safetensors"), header, -1, data);
 }
 
-// Changes a text, which is malloc'd, in one place.
+// Changes a text, which is malloc'd, where `old` stands first. Aborts when it is not there: a mutation must mutate.
 static void change(char **text, const char *old, const char *with) {
-    char *now_it_is = replaced(*text, old, with);
+    const char *at = strstr(*text, old);
+    if (!at) {
+        fprintf(stderr, "tests: \"%s\" is not in \"%.200s\"\n", old, *text);
+        exit(1);
+    }
+    char *changed = xmalloc(strlen(*text) + strlen(with) + 1);
+    sprintf(changed, "%.*s%s%s", (int)(at - *text), *text, with, at + strlen(old));
     free(*text);
-    *text = now_it_is;
+    *text = changed;
 }
 
 // Replaces bytes of the file of tensors, so many before its end.
