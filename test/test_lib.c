@@ -512,15 +512,16 @@ static float *golden_logits(const Golden *g, const char *options) {
 }
 
 TEST(golden_logits, "every family against transformers: prefill, decode, two turns, token by token, again after "
-                    "a reset") {
+                    "a reset; -b 7, 64, 512 and 1 or 2 threads: the same logits to the bit") {
     static const int ways[][3] = { { GOLDEN_PREFILL }, { 1 }, { 11, 25 } };
+    static const struct { int batch, threads; } same[] = { { 512, 1 }, { 7, 1 }, { 64, 1 }, { 64, 2 } };
     int threads = set_threads(1);
     for (int i = 0; i < N_GOLDEN; i++) {
         Golden g;
         if (!golden_open(&g, golden_names[i])) continue;
         size_t V = (size_t)g.V, left = (size_t)(g.n_ids - GOLDEN_PREFILL + 1), at = 0;
         Session *s = session_open(g.c, g.w, options_of(""), "full");
-        float *run[3];
+        float *run[4];
         for (int way = 0; way < 3; way++) {
             run[way] = golden_run(&g, s, ways[way]);
             for (int n = 0; n < g.n_rows; n++) {
@@ -536,31 +537,20 @@ TEST(golden_logits, "every family against transformers: prefill, decode, two tur
         CHECK(e <= 1, "%s: prefill and token by token differ, %.1f times the bound", g.name, e);
         for (int way = 0; way < 3; way++) free(run[way]);
         session_done(s);
-        golden_close(&g);
-    }
-    set_threads(threads);
-}
-
-TEST(golden_bits, "-b 7, 64, 512 and 1 or 2 threads: the same logits to the bit") {
-    static const struct { int batch, threads; } ways[] = { { 512, 1 }, { 7, 1 }, { 64, 1 }, { 64, 2 } };
-    int threads = set_threads(1);
-    for (int i = 0; i < N_GOLDEN; i++) {
-        Golden g;
-        float *run[4];
-        if (!golden_open(&g, golden_names[i])) continue;
         for (int k = 0; k < 4; k++) {
-            set_threads(ways[k].threads);
-            run[k] = golden_logits(&g, formatted("batch-size=%d%s", ways[k].batch, i & 1 ? " ctk=f16 ctv=f16" : ""));
-            CHECK(!memcmp(run[0], run[k], (size_t)(g.n_ids * g.V) * sizeof *run[k]), "%s: -b %d with %d threads differs",
-                  g.name, ways[k].batch, ways[k].threads);
+            set_threads(same[k].threads);
+            run[k] = golden_logits(&g, formatted("batch-size=%d%s", same[k].batch, i & 1 ? " ctk=f16 ctv=f16" : ""));
+            CHECK(!memcmp(run[0], run[k], (size_t)g.n_ids * V * sizeof *run[k]), "%s: -b %d with %d threads differs",
+                  g.name, same[k].batch, same[k].threads);
         }
         for (int k = 0; k < 4; k++) free(run[k]);
         golden_close(&g);
+        set_threads(1);
     }
     set_threads(threads);
 }
 
-TEST(golden_tiles, "both with products in tiles, as plain C has them, where weights are BF16") {
+TEST(golden_tiles, "the same with products in tiles, as plain C has them, where weights are BF16") {
     Golden g;
     if (simd_set("amx-plain")) leave_out("AVX-512 with VNNI");
     if (golden_open(&g, "qwen3-norms")) {
@@ -572,7 +562,6 @@ TEST(golden_tiles, "both with products in tiles, as plain C has them, where weig
         golden_close(&g);
     }
     test_golden_logits();
-    test_golden_bits();
     simd_set(NULL);
 }
 
