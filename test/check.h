@@ -261,19 +261,13 @@ static int next_case(FILE *f, char *line, int size, char **part, int most) {
     return n;
 }
 
-// The value of a hexadecimal digit in capitals; -1: it is none.
-static int hex_digit(char c) {
-    const char *all = "0123456789ABCDEF", *at = c ? strchr(all, c) : NULL;
-    return at ? (int)(at - all) : -1;
-}
-
 // Puts the byte in the place of each %0A of a text. Returns how many bytes there are then.
 static size_t case_bytes(char *s) {
     char *out = s, *begin = s;
     for (; *s; s++) {
-        int high = *s == '%' ? hex_digit(s[1]) : -1, low = high < 0 ? -1 : hex_digit(s[2]);
-        *out++ = low < 0 ? *s : (char)(16 * high + low);
-        s += low < 0 ? 0 : 2;
+        int byte = *s == '%' && strspn(s + 1, "0123456789ABCDEF") >= 2;
+        *out++ = byte ? (char)strtol((char[]){ s[1], s[2], 0 }, NULL, 16) : *s;
+        s += byte ? 2 : 0;
     }
     *out = 0;
     return (size_t)(out - begin);

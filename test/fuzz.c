@@ -18,7 +18,7 @@
 #include "../app/measure.c"
 #include "../app/page.c"
 #include "../app/main.c"
-#include <glob.h>
+#include "check.h"
 
 enum { FUZZ_V = 512 };          // rows of the embedding
 
@@ -91,7 +91,7 @@ static void app_end(App *a) {
     app_beside_close(a);
 }
 
-// ---- JSON
+// ---- the targets
 
 // Counts the nodes of a tree, and holds what every node promises.
 static void count(const Json *j, size_t *nodes) {
@@ -107,23 +107,20 @@ static void count(const Json *j, size_t *nodes) {
 
 // What json_escape writes of any bytes must be a string again, and the same one if the bytes were UTF-8.
 static void round_trip(const char *s, size_t n) {
-    char *out = NULL, err[256];
-    size_t len = 0, i = 0;
-    FILE *f = memory_stream(&out, &len);
-    json_escape(f, s, n);
-    memory_stream_close(f);
-    Json *j = json_parse(out, len, err);
+    char err[256];
+    size_t i = 0;
+    OWN char *out = WRITTEN(f, json_escape(f, s, n));
+    Json *j = json_parse(out, strlen(out), err);
     must(j && j->type == JSON_STRING, "json_escape writes a string");
     for (int k; i < n && (k = utf8_length(s + i, n - i)); i += (size_t)k) {}
     if (i == n) must(j->len == n && !memcmp(j->str, s, n), "well-formed text survives");
     json_free(j);
-    free(out);
 }
 
 // What show writes of any bytes holds no control character but newline and tab, and plain text survives.
 static void shown_bytes(const char *s, size_t n) {
-    char *out = NULL;
-    size_t len = 0, k;
+    char *out;
+    size_t len, k;
     FILE *f = memory_stream(&out, &len);
     show(f, s, n);
     memory_stream_close(f);
@@ -149,8 +146,6 @@ static void target_json(const char *data, size_t n) {
     shown_bytes(data, n);
 }
 
-// ---- safetensors
-
 // A file of tensors: every byte that its header promises must be readable.
 static void target_safetensors(const char *data, size_t n) {
     char err[512];
@@ -166,8 +161,6 @@ static void target_safetensors(const char *data, size_t n) {
     safetensors_close(f);
 }
 
-// ---- config.json
-
 // What passes must be sane.
 static void target_config(const char *data, size_t n) {
     char err[256];
@@ -178,7 +171,7 @@ static void target_config(const char *data, size_t n) {
     if (j->type == JSON_OBJECT) config_read(&r, c, j);
     else config_fail(&r, "no object");
     if (!r.err[0]) {
-        double *f = xmalloc((size_t)(c->D / 2) * sizeof *f);
+        OWN double *f = xmalloc((size_t)(c->D / 2) * sizeof *f);
         float scale;
         must(c->L > 0 && c->G > 0 && c->H % c->G == 0 && c->D % 2 == 0 && c->V > 0,
              "sizes that passed are sane");
@@ -186,18 +179,16 @@ static void target_config(const char *data, size_t n) {
              "so are eos ids and the window");
         rope_frequencies(c, f, &scale);
         for (int i = 0; i < c->D / 2; i++) must(isfinite(f[i]), "finite frequencies");
-        free(f);
     }
     config_free(c);
     json_free(j);
 }
 
-// ---- tokenizers
-
 // A tokenizer.json, then after a 0 byte the text to encode, without and with special tokens.
 static void target_tokenizer(const char *data, size_t n) {
     size_t size;
-    char err[512], *json = cut_off(&data, &n, 0, &size);
+    char err[512];
+    OWN char *json = cut_off(&data, &n, 0, &size);
     Tokenizer *t = tokenizer_parse(json, size, err);
     for (int special = 0; t && special < 2; special++) {
         int *ids = tokenizer_encode(t, n ? data : "Hello  world's 12", n ? n : 17, special, NULL), len;
@@ -208,10 +199,7 @@ static void target_tokenizer(const char *data, size_t n) {
         arrfree(ids);
     }
     tokenizer_free(t);
-    free(json);
 }
-
-// ---- sessions on disk
 
 // A file that is read must leave a record that fits the session.
 static void target_session(const char *data, size_t n) {
@@ -226,8 +214,6 @@ static void target_session(const char *data, size_t n) {
     must(bad || a.s->n_tok == tokens, "the replay saw every token");
     app_end(&a);
 }
-
-// ---- SONIC's adapter
 
 // The file is opened, and if it fits the model, a message goes through it.
 static void target_adapter(const char *data, size_t n) {
@@ -245,8 +231,6 @@ static void target_adapter(const char *data, size_t n) {
     app_end(&a);
 }
 
-// ---- head scores
-
 // A file of scores: what passes are numbers.
 static void target_scores(const char *data, size_t n) {
     char err[512];
@@ -258,8 +242,6 @@ static void target_scores(const char *data, size_t n) {
     }
 }
 
-// ---- --ids
-
 // A file of turns of ids.
 static void target_ids(const char *data, size_t n) {
     Turn *turns = ids_read(as_file(data, n), FUZZ_V);
@@ -270,8 +252,6 @@ static void target_ids(const char *data, size_t n) {
     }
     turns_free(turns);
 }
-
-// ---- the items of --eval FILE
 
 // Dialogues; every answer is scored by every metric, too.
 static void target_dialogues(const char *data, size_t n) {
@@ -290,21 +270,14 @@ static void target_dialogues(const char *data, size_t n) {
                 double score = m == METRIC_CLASS && !t->classes ? 0 : best_score(m, t->user, t);
                 must(score >= 0 && score <= 1 + 1e-9, "a score lies in 0..1");
             }
-            char *out = NULL, *said = copy_text(t->reply ? t->reply : t->user);
-            size_t size;
-            FILE *f = memory_stream(&out, &size);
-            write_answer(it, j, &(Played){ .said = said }, f);
-            memory_stream_close(f);
-            Json *answer = json_parse(out, size, err);
+            OWN char *said = copy_text(t->reply ? t->reply : t->user);
+            OWN char *out = WRITTEN(f, write_answer(it, j, &(Played){ .said = said }, f));
+            Json *answer = json_parse(out, strlen(out), err);
             must(answer != NULL, "an answer is an object");
             json_free(answer);
-            free(out);
-            free(said);
         }
     }
 }
-
-// ---- --eval-merge
 
 // A file of answers.
 static void target_answers(const char *data, size_t n) {
@@ -322,12 +295,9 @@ static void target_answers(const char *data, size_t n) {
     }
 }
 
-// ---- --batch
-
 // A line is answered by one line, an object, and does not end the program.
 static void target_batch(const char *data, size_t n) {
-    char err[512], *out = NULL;
-    size_t size = 0;
+    char err[512];
     jmp_buf here;
     App a = app_begin(1);
     a.tp = template_load("/nonexistent", "chatml", a.tok, err);
@@ -336,25 +306,21 @@ static void target_batch(const char *data, size_t n) {
     if (setjmp(here)) must(0, "a line has ended the program");
     for (int lines = 1; n && lines <= 8; lines++) {
         size_t length;
-        char *line = cut_off(&data, &n, '\n', &length);
-        FILE *f = memory_stream(&out, &size);
-        batch_line(&a, line, length, lines, f);
-        memory_stream_close(f);
+        OWN char *line = cut_off(&data, &n, '\n', &length);
+        OWN char *out = WRITTEN(f, batch_line(&a, line, length, lines, f));
+        size_t size = strlen(out);
         Json *j = size && out[size - 1] == '\n' ? json_parse(out, size, err) : NULL;
         must(j && (json_get(j, "error") || json_get(j, "ids")) && json_get(j, "line"), "an answer is an object");
         json_free(j);
-        free(out);
-        free(line);
     }
     app_end(&a);
 }
 
-// ---- chat templates
-
 // A program, then after a 0 byte the message that is rendered by what was recognised.
 static void target_template(const char *data, size_t n) {
     size_t size;
-    char err[512], *program = cut_off(&data, &n, 0, &size), *text = n ? copy_bytes(data, n) : copy_text("hello");
+    char err[512];
+    OWN char *program = cut_off(&data, &n, 0, &size), *text = n ? copy_bytes(data, n) : copy_text("hello");
     App a = app_begin(1);
     a.tp = template_load("/nonexistent", as_file(program, size), a.tok, err);
     for (int turn = 0; a.tp && turn < 2; turn++) {
@@ -363,22 +329,17 @@ static void target_template(const char *data, size_t n) {
         must(t.n_sys + t.n_head <= (int)arrlen(t.pre), "system message and head lie inside the turn");
         arrput(a.turn, t);
     }
-    free(program);
-    free(text);
     app_end(&a);
 }
-
-// ---- chat lines
 
 // Lines of a chat: each is a command or a turn; none may save a file.
 static void target_chat(const char *data, size_t n) {
     App a = app_begin(1);
     for (int lines = 0; n && lines < 8; lines++) {
         size_t size;
-        char *text = cut_off(&data, &n, '\n', &size);
+        OWN char *text = cut_off(&data, &n, '\n', &size);
         if (text[0] == '/' && strncmp(text, "/save", 5)) chat_command(&a, text);
         else if (text[0] && text[0] != '/') chat_turn(&a, text, stdout);
-        free(text);
     }
     app_end(&a);
 }
@@ -456,20 +417,9 @@ static const struct Target *chosen;
 
 // Puts all seeds of the chosen target into the corpus, each as a file of its own.
 static void write_seeds(const char *folder) {
-    char err[512], path[4200];
-    size_t n = 0;
-    glob_t found = { 0 };
-    if (chosen->files) must(!glob(chosen->files, 0, NULL, &found), "there are files of seeds");
-    for (int i = 0; i < (int)found.gl_pathc; i++) {
-        char *text = read_bounded(found.gl_pathv[i], MOST_TEXT, &n, err);
-        snprintf(path, sizeof path, "%.4000s/seed-%d", folder, i);
-        FILE *f = text ? fopen(path, "wb") : NULL;
-        must(f && fwrite(text, 1, n, f) == n && !fclose(f), "a seed is written");
-        free(text);
-    }
-    snprintf(path, sizeof path, "%.4000s/made", folder);
-    if (chosen->seed) chosen->seed(path);
-    globfree(&found);
+    const char *copy = "n=0; for f in %s; do n=$((n + 1)); cp $f '%s'/seed-$n || exit; done";
+    if (chosen->files) must(!system(formatted(copy, chosen->files, folder)), "there are files of seeds");
+    if (chosen->seed) chosen->seed(formatted("%s/made", folder));
 }
 
 void __lsan_disable(void);                      // of the sanitizer's runtime

@@ -352,98 +352,71 @@ as_expected=0
 # Patterns may have @(one|another).
 shopt -s extglob
 
-# seen ITEM WORDS: counts what was compared; WORDS say how it differs, or are empty.
-seen() {
-    local pattern why
-    compared=$((compared + 1))
-    [ -n "$2" ] || return 0
-    while read -r pattern why; do
-        # shellcheck disable=SC2254
-        case $1 in
-        $pattern)
-            as_expected=$((as_expected + 1))
-            echo "$1 differs as expected: $why"
-            return
-            ;;
-        esac
-    done < <(grep -s . "$PLACE/expected")
-    differing=$((differing + 1))
-    echo "$1 differs: $2"
-}
-
-# first_difference A B: the place of the first byte that differs, from 0; empty if the files are the same.
-first_difference() {
-    if cmp -s "$1" "$2"; then return; fi
-    local at
-    at=$(cmp "$1" "$2" 2>/dev/null | awk '{ print $5 - 1 }')
-    echo "${at:-$(wc -c <"$1" | tr -d ' ')}"
-}
-
-# compare_logits, compare_trace, compare_totals CASE OLD NEW WORD..: OLD and NEW are folders, the words say
-# how the case is played.
-compare_logits() {
-    local at words=
-    [ -f "$2/logits" ] || return 0
-    if [ ! -f "$3/logits" ]; then
-        words="none were written"
-    else
-        at=$(first_difference "$2/logits" "$3/logits")
-        [ -z "$at" ] || words="first in number $((at / 4)) of $(($(wc -c <"$2/logits") / 4))"
+# differences OLD NEW OPTION..: of the case in these folders, a line "THING<tab>WORDS" for everything that is compared;
+# the words say how it differs. The options say how the case is played: of a trace only the checksum is recorded, so
+# where it differs the reference plays the case once more, and the first value that differs can be named.
+differences() {
+    local words
+    if ! cmp -s "$1/exit" "$2/exit"; then
+        printf 'exit\tcode %s: %s\n' "$(cat "$2/exit")" "$(head -n 1 "$2/stderr")"
+        return
     fi
-    seen "$1/logits" "$words"
-}
-
-# Of a trace only the checksum is recorded. If it differs, the reference plays the case once more, so that
-# the first value that differs can be named.
-compare_trace() {
-    local words=
-    [ -f "$2/trace" ] || return 0
-    if [ ! -f "$3/trace" ]; then
-        words="none was written"
-    elif ! cmp -s "$2/trace" "$3/trace"; then
-        play "$reference" "$3/reference" "${@:4}"
-        words=$(python3 -B "$TOP/data/trace_diff.py" "$3/reference/raw" "$3/raw" 2>&1 | head -n 1)
-        words=${words:-"python3 could say where"}
-    fi
-    seen "$1/trace" "$words"
-}
-
-compare_totals() {
-    local name words
-    while IFS='	' read -r name words; do
-        seen "$1/totals.$name" "$words"
-    done < <(awk '
+    printf 'exit\t\n'
+    awk '
         { name = $1; value = substr($0, length(name) + 2) }
         FNR == NR { new[name] = value; next }
-        !(name in new) { print name "\tno such field, was " value; next }
-        { print name "\t" (new[name] == value ? "" : new[name] ", was " value) }' "$3/totals" "$2/totals")
+        !(name in new) { print "totals." name "\tno such field, was " value; next }
+        { print "totals." name "\t" (new[name] == value ? "" : new[name] ", was " value) }' "$2/totals" "$1/totals"
+    [ -f "$1/logits" ] || return 0
+    words=$(cmp -l "$1/logits" "$2/logits" 2>&1 |
+        awk '{ print ($1 + 0 ? "first in number " int(($1 - 1) / 4) : $0); exit }')
+    printf 'logits\t%s\n' "$words"
+    words=
+    if ! cmp -s "$1/trace" "$2/trace"; then
+        play "$reference" "$2/reference" "${@:3}"
+        words=$(python3 -B "$TOP/data/trace_diff.py" "$2/reference/raw" "$2/raw" 2>&1 | head -n 1)
+        words=${words:-python3 could say where}
+    fi
+    printf 'trace\t%s\n' "$words"
+}
+
+# expected THING: why this one is meant to differ, if it is.
+expected() {
+    local pattern why
+    while read -r pattern why; do
+        # shellcheck disable=SC2254
+        case $1 in $pattern) echo "$why"; return ;; esac
+    done < <(grep -s . "$PLACE/expected")
 }
 
 # compare PLACE PROGRAM: with what the reference recorded.
 compare() {
-    local name rest before old new words reference=$SOURCE/kvcomp
+    local name rest thing words why differs reference=$SOURCE/kvcomp
     [ "$1" = cpu ] || reference=$SOURCE/kvcomp_emulated
     [ -f "$RECORDS/$1/vectors" ] || fail "nothing is recorded for the $1 in $RECORDS: say 'record' first"
     [ "$(cat "$RECORDS/$1/vectors")" = "$(vector_set)" ] ||
         fail "the records are of a processor with $(cat "$RECORDS/$1/vectors"), this one has $(vector_set): record again"
     cases "$1" >"$PLACE/cases"
     while read -r name rest; do
-        old=$RECORDS/$name
-        new=$NOW/$name
-        [ -f "$old/exit" ] || fail "$name is not recorded: say 'record' again"
-        before=$((differing + as_expected))
+        [ -f "$RECORDS/$name/exit" ] || fail "$name is not recorded: say 'record' again"
+        differs=
         # shellcheck disable=SC2086
-        play "$2" "$new" $rest
-        words=
-        cmp -s "$old/exit" "$new/exit" || words="code $(cat "$new/exit"): $(head -n 1 "$new/stderr")"
-        seen "$name/exit" "$words"
-        if [ -z "$words" ]; then
-            compare_totals "$name" "$old" "$new"
-            compare_logits "$name" "$old" "$new"
-            # shellcheck disable=SC2086
-            compare_trace "$name" "$old" "$new" $rest
-        fi
-        [ "$before" -ne $((differing + as_expected)) ] || rm -rf "$new"
+        play "$2" "$NOW/$name" $rest
+        # shellcheck disable=SC2086
+        while IFS='	' read -r thing words; do
+            compared=$((compared + 1))
+            [ -n "$words" ] || continue
+            differs=1
+            why=$(expected "$name/$thing")
+            if [ -n "$why" ]; then
+                as_expected=$((as_expected + 1))
+                echo "$name/$thing differs as expected: $why"
+            else
+                differing=$((differing + 1))
+                echo "$name/$thing differs: $words"
+            fi
+        done < <(differences "$RECORDS/$name" "$NOW/$name" $rest)
+        [ -n "$differs" ] || rm -rf "${NOW:?}/$name"
     done <"$PLACE/cases"
 }
 

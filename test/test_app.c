@@ -356,12 +356,7 @@ static int matches(const char *text, const char *pattern) {
 }
 
 // Cuts the next line off a text; NULL: there is none.
-static char *next_line(char **text) {
-    char *line = *text, *end = strchr(line, '\n');
-    *text = end ? end + 1 : line + strlen(line);
-    if (end) *end = 0;
-    return *line || end ? line : NULL;
-}
+static char *next_line(char **text) { return *text && **text ? strsep(text, "\n") : NULL; }
 
 // A step of a transcript: a command, what its lines on stdout and stderr match, and its exit code.
 typedef struct {
@@ -383,7 +378,7 @@ static void lines_match(const char *about, const char *which, char *got, char *w
         CHECK(!any, "%s\n  %s: %s\n  expected: %s", about, which, line ? line : "nothing more", pattern);
         if (any) return;
     }
-    CHECK(any || !*got, "%s\n  %s goes on: %.400s", about, which, got);
+    CHECK(any || !got || !*got, "%s\n  %s goes on: %.400s", about, which, got);
 }
 
 // A command ends with this code, and with one line on stderr, which holds the words (* is any text), beside that of a

@@ -85,23 +85,30 @@ static Tensor random_weights(int dtype, int from, int rows, int cols, double *va
     return q;
 }
 
-// x (T,cols) v (rows,cols)^T in double: for each product its value, and the bound of its error (T,rows,2). That is
-// the one of a sum in f32, a few roundings of the sum of magnitudes; with weights of DT_Q8 the one of rounding x
-// to 16 bits, block by block.
-static double *products_wanted(const float *x, const double *v, int T, int rows, int cols, int dtype) {
+// How a product may err: by a share of the sum of magnitudes, a few roundings of a sum in f32; and where x is rounded
+// to 16 bits, by a step of the largest number of a block of x, times the weights there.
+typedef struct {
+    double sum, step;
+    int block;
+} Errors;
+static const Errors as_f32 = { 4e-7, 0, 32 };
+static const Errors as_q8 = { 0, .51 / 32767 + 1e-6, 32 };
+
+// x (T,cols) v (rows,cols)^T in double: for each product its value, and the bound of its error (T,rows,2).
+static double *products_wanted(const float *x, const double *v, int T, int rows, int cols, Errors may) {
     double *want = xcalloc((size_t)T * rows * 2, sizeof *want);
     for (int i = 0; i < T * rows; i++) {
         const float *a = x + (size_t)(i / rows) * cols;
         const double *b = v + (size_t)(i % rows) * cols;
-        for (int from = 0; from < cols; from += 32) {
+        for (int from = 0; from < cols; from += may.block) {
             double size = 0, top = 0, weight = 0;
-            for (int k = from; k < cols && k < from + 32; k++) {
+            for (int k = from; k < cols && k < from + may.block; k++) {
                 want[2 * i] += a[k] * b[k];
                 size += fabs(a[k] * b[k]);
                 top = fmax(top, fabs(a[k]));
                 weight += fabs(b[k]);
             }
-            want[2 * i + 1] += dtype == DT_Q8 ? weight * top * (.51 / 32767 + 1e-6) : size * 4e-7;
+            want[2 * i + 1] += weight * top * may.step + size * may.sum;
         }
     }
     return want;
@@ -163,7 +170,7 @@ TEST(math_matmul, "a product equals double on every instruction set, dtype and o
             OWN float *x = random_floats(T * ldx), *row = xmalloc(ldx * sizeof *row);
             OWN float *y = xmalloc((all + 1) * 4), *z = xmalloc(all * 4);
             Tensor w = random_weights(dt, a % 3, rows, cols, v), part = { w.data, dt, rows - r0, cols };
-            OWN double *want = products_wanted(x, v, T, rows, cols, dt);
+            OWN double *want = products_wanted(x, v, T, rows, cols, dt == DT_Q8 ? as_q8 : as_f32);
             if (dt != DT_Q8) part.data = (const char *)w.data + r0 * ldx * dtype_size(dt);
             EACH_SIMD(i) {
                 y[all] = -77;
@@ -231,7 +238,7 @@ TEST(math_terms, "products by numbers of bf16, in tiles and in pairs (--bf16-ter
             OWN float *x = random_floats((size_t)T * cols), *y = xmalloc(n * sizeof *y), *z = xmalloc(n * sizeof *z);
             Tensor w = random_weights(DT_BF16, 0, rows, cols, v);
             x[cols / 2] = from_bits(0x00000007);                // subnormal: counts as zero
-            OWN double *want = products_wanted(x, v, T, rows, cols, DT_BF16);
+            OWN double *want = products_wanted(x, v, T, rows, cols, as_f32);
             bf16_terms = kinds[k].terms;
             for (int i = 0; i < 2; i++) {
                 double rms;
@@ -289,7 +296,7 @@ TEST(math_attention_tiles, "attn_scores and mix_of equal double for every head s
                 int m = Ms[b % COUNT(Ms)], n = Ns[b / COUNT(Ms)], t = rnd_int(m), j = rnd_int(n);
                 size_t of_s = (size_t)m * n * 4, of_o = (size_t)m * D * 4;
                 attn_scores(s, q, k, m, n, D, 0.3f);
-                OWN double *want = products_wanted(q, v, m, n, D, DT_F32);
+                OWN double *want = products_wanted(q, v, m, n, D, as_f32);
                 double rms, bad = product_error(s, want, (size_t)m * n, 0.3f, &rms);
                 bits = hash_bytes(bits, s, of_s);
                 CHECK_SET(bad <= 1, "attn_scores m %d n %d D %d: %.3g of the bound", m, n, D, bad);
@@ -477,6 +484,7 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
     static const int dims[] = { 32, 64, 96, 128, 256, 512, 544, 1056 };
     static float y[M * N + 1], o[2 * M * MOST], one[N];
     OWN float *x = random_floats(M * MOST), *k = random_floats(N * MOST), *unpacked = xmalloc(N * MOST * 4);
+    OWN double *v = xmalloc(N * MOST * sizeof *v);
     OWN char *rows = xmalloc(N * q8_bytes(MOST));
     OWN Q8Query *q = aligned_alloc(64, M * 3 * sizeof *q);
     for (int d = 0; d < COUNT(dims); d++) {
@@ -485,26 +493,14 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
         for (int j = 0; j < N * D; j++) k[j] *= j % 7 ? 1 : 90;
         for (int r = 0; r < N; r++) q8_pack(rows + r * q8_bytes(D), k + r * D, D);
         q8_unpack(unpacked, rows, N, D);
-        float most[M][3] = { { 0 } };  // of the columns that share a factor
-        for (int i = 0; i < M * D; i++) {
-            float *top = &most[i / D][i % D / Q8_COLS];
-            *top = fmaxf(*top, fabsf(x[i]));
-        }
+        for (int j = 0; j < N * D; j++) v[j] = unpacked[j];
         EACH_SIMD(set)
         for (int n = N; n > N - 3; n -= 2) {
-            double bad = 0;
             y[M * n] = 77;
             q8_queries(q, x, M, D);
             q8_scores(y, q, rows, M, n, D, .25f, NOTHING_AHEAD);
-            for (int i = 0; i < M * n; i++) {
-                double want = 0, bound = 0;
-                for (int c = 0; c < D; c++) {
-                    double v = unpacked[i % n * D + c] * .25, t = x[i / n * D + c];
-                    want += t * v;
-                    bound += (most[i / n][c / Q8_COLS] * .51 / Q8_TOP + fabs(t) * 4e-7) * fabs(v);
-                }
-                bad = fmax(bad, fabs(y[i] - want) / bound);
-            }
+            OWN double *want = products_wanted(x, v, M, n, D, (Errors){ 4e-7, .51 / Q8_TOP, Q8_COLS });
+            double rms, bad = product_error(y, want, M * n, .25, &rms);
             CHECK_SET(bad <= 1 && y[M * n] == 77, "D %d n %d: %.3g of the bound", D, n, bad);
 
             // A row alone, against the same keys in another place.

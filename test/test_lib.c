@@ -7,19 +7,6 @@
 #include "check.h"
 #include "twin.h"
 
-// text with the first `old` replaced by `with`; old "": unchanged. Aborts when old is not there: a
-// mutation must mutate.
-static char *replaced(const char *text, const char *old, const char *with) {
-    const char *at = strstr(text, old);
-    if (!at) {
-        fprintf(stderr, "tests: \"%s\" is not in \"%.200s\"\n", old, text);
-        exit(1);
-    }
-    char *out = xmalloc(strlen(text) + strlen(with) + 1);
-    sprintf(out, "%.*s%s%s", (int)(at - text), text, with, at + strlen(old));
-    return out;
-}
-
 // ==================================================================================================== JSON
 
 // Writes a value: a whole number as it is, another one behind ~.
@@ -221,11 +208,17 @@ static void folder_begin(void) {
     put_safetensors(in_folder("model.safetensors"), header, -1, data);
 }
 
-// Changes a text, which is malloc'd, in one place.
+// Changes a text, which is malloc'd, where `old` stands first. Aborts when it is not there: a mutation must mutate.
 static void change(char **text, const char *old, const char *with) {
-    char *now_it_is = replaced(*text, old, with);
+    const char *at = strstr(*text, old);
+    if (!at) {
+        fprintf(stderr, "tests: \"%s\" is not in \"%.200s\"\n", old, *text);
+        exit(1);
+    }
+    char *changed = xmalloc(strlen(*text) + strlen(with) + 1);
+    sprintf(changed, "%.*s%s%s", (int)(at - *text), *text, with, at + strlen(old));
     free(*text);
-    *text = now_it_is;
+    *text = changed;
 }
 
 // Replaces bytes of the file of tensors, so many before its end.
@@ -350,6 +343,7 @@ TABLE(folders, 4, "files that are missing, broken or foreign; tensors that are m
     static char at[2000], counting[256];        // the folder; bytes as put_safetensors writes them
     static int goes_on;
     const char *what = part[0], *a = part[1], *b = part[2];
+    int bias = strstr(what, "bias") != NULL;
     if (!goes_on) {
         folder_begin();
         as_q8 = 0;
@@ -358,20 +352,23 @@ TABLE(folders, 4, "files that are missing, broken or foreign; tensors that are m
     }
     if (!strcmp(what, "at")) snprintf(at, sizeof at, "%s", tmp_path(a));
     if (!strcmp(what, "long")) memset(at, 'x', sizeof at - 1);
-    if (!strcmp(what, "file")) put_text(in_folder(a), b);
+    if (!strcmp(what, "instead")) unlink(in_folder("model.safetensors"));
+    if (!strcmp(what, "file") || !strcmp(what, "instead")) put_text(in_folder(a), b);
     if (!strcmp(what, "gone")) unlink(in_folder(a));
     if (!strcmp(what, "index")) put_index(a);
     if (!strcmp(what, "config")) change(&config, a, b);
-    if (!strcmp(what, "config")) put_text(in_folder("config.json"), config);
+    if (bias && *b) change(&config, "\"hidden_act\"", formatted("%s,\"hidden_act\"", b));
+    if (bias || !strcmp(what, "config")) put_text(in_folder("config.json"), config);
     if (!strcmp(what, "header")) change(&header, a, b);
     if (!strcmp(what, "bare")) while (strstr(header, "\"model.")) change(&header, "\"model.", "\"");
-    if (!strcmp(what, "bias")) {
+    if (bias) {
         change(&header, "{", formatted("{\"model.layers.1.%s\":{\"dtype\":\"BF16\",\"shape\":[8],"
                                        "\"data_offsets\":[%zu,%zu]},", a, data, data + 16));
         data += 16;
     }
-    if (strchr("hb", *what)) put_safetensors(in_folder("model.safetensors"), header, -1, data);
-    if (!strcmp(what, "data")) patch(atol(a), *b ? zeros : counting, (size_t)atol(a));
+    if (strchr("hbz", *what)) put_safetensors(in_folder("model.safetensors"), header, -1, data);
+    if (!strcmp(what, "zero bias")) patch(16, zeros, 16);
+    if (!strcmp(what, "data")) patch(atol(a), counting, (size_t)atol(a));
     if (!strcmp(what, "q8")) as_q8 = 1;
     if (!strcmp(what, "q8")) patch((long)data, zeros, data);
     if (!strcmp(what, "q8")) patch(atol(a), b, case_size[2]);
@@ -515,15 +512,16 @@ static float *golden_logits(const Golden *g, const char *options) {
 }
 
 TEST(golden_logits, "every family against transformers: prefill, decode, two turns, token by token, again after "
-                    "a reset") {
+                    "a reset; -b 7, 64, 512 and 1 or 2 threads: the same logits to the bit") {
     static const int ways[][3] = { { GOLDEN_PREFILL }, { 1 }, { 11, 25 } };
+    static const struct { int batch, threads; } same[] = { { 512, 1 }, { 7, 1 }, { 64, 1 }, { 64, 2 } };
     int threads = set_threads(1);
     for (int i = 0; i < N_GOLDEN; i++) {
         Golden g;
         if (!golden_open(&g, golden_names[i])) continue;
         size_t V = (size_t)g.V, left = (size_t)(g.n_ids - GOLDEN_PREFILL + 1), at = 0;
         Session *s = session_open(g.c, g.w, options_of(""), "full");
-        float *run[3];
+        float *run[4];
         for (int way = 0; way < 3; way++) {
             run[way] = golden_run(&g, s, ways[way]);
             for (int n = 0; n < g.n_rows; n++) {
@@ -539,31 +537,20 @@ TEST(golden_logits, "every family against transformers: prefill, decode, two tur
         CHECK(e <= 1, "%s: prefill and token by token differ, %.1f times the bound", g.name, e);
         for (int way = 0; way < 3; way++) free(run[way]);
         session_done(s);
-        golden_close(&g);
-    }
-    set_threads(threads);
-}
-
-TEST(golden_bits, "-b 7, 64, 512 and 1 or 2 threads: the same logits to the bit") {
-    static const struct { int batch, threads; } ways[] = { { 512, 1 }, { 7, 1 }, { 64, 1 }, { 64, 2 } };
-    int threads = set_threads(1);
-    for (int i = 0; i < N_GOLDEN; i++) {
-        Golden g;
-        float *run[4];
-        if (!golden_open(&g, golden_names[i])) continue;
         for (int k = 0; k < 4; k++) {
-            set_threads(ways[k].threads);
-            run[k] = golden_logits(&g, formatted("batch-size=%d%s", ways[k].batch, i & 1 ? " ctk=f16 ctv=f16" : ""));
-            CHECK(!memcmp(run[0], run[k], (size_t)(g.n_ids * g.V) * sizeof *run[k]), "%s: -b %d with %d threads differs",
-                  g.name, ways[k].batch, ways[k].threads);
+            set_threads(same[k].threads);
+            run[k] = golden_logits(&g, formatted("batch-size=%d%s", same[k].batch, i & 1 ? " ctk=f16 ctv=f16" : ""));
+            CHECK(!memcmp(run[0], run[k], (size_t)g.n_ids * V * sizeof *run[k]), "%s: -b %d with %d threads differs",
+                  g.name, same[k].batch, same[k].threads);
         }
         for (int k = 0; k < 4; k++) free(run[k]);
         golden_close(&g);
+        set_threads(1);
     }
     set_threads(threads);
 }
 
-TEST(golden_tiles, "both with products in tiles, as plain C has them, where weights are BF16") {
+TEST(golden_tiles, "the same with products in tiles, as plain C has them, where weights are BF16") {
     Golden g;
     if (simd_set("amx-plain")) leave_out("AVX-512 with VNNI");
     if (golden_open(&g, "qwen3-norms")) {
@@ -575,7 +562,6 @@ TEST(golden_tiles, "both with products in tiles, as plain C has them, where weig
         golden_close(&g);
     }
     test_golden_logits();
-    test_golden_bits();
     simd_set(NULL);
 }
 
