@@ -83,6 +83,7 @@ static void each_dialogue(void (*check)(App *a, const Json *p, const Json *list,
             app_close(&a);
         }
     }
+    if (getenv("KVCOMP_TIMES")) printf("%d dialogues are equal, %d refused\n", dialogues.equal, dialogues.refused);
     json_free(all);
 }
 
@@ -230,6 +231,7 @@ TABLE(template_hostile, 7, "whatever a program does, it is refused within two se
     double took = (double)(clock() - t0) / CLOCKS_PER_SEC;
     CHECK(!tp && *err && took < 2, "%s %s: %.2f s, %s", part[0], part[1], took, err);
     CHECK(!strstr(part[3], "v0") || strstr(err, "takes too long"), "%s", err);
+    if (getenv("KVCOMP_TIMES")) printf("%s %s: %.2f s\n", part[0], part[1], took);
 }
 
 TEST(template_late, "a program that does its harm once the dialogue is long enough is stopped then") {
