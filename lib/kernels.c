@@ -94,18 +94,15 @@ typedef struct { I32 p[PARTS]; } Ints;
 #define SHUFFLE(a, b, LIST, n) __builtin_shuffle(a, b, (I32){ PLACES(LIST, n) })
 #endif
 
-// The lists. Of each four places two of a and then of b: the first (n 0) or the last (n 2), the even or the odd
-// ones (n 1). The first or the last four (n 4) of eight, and eight (n 8) of sixteen. The n-th four, again and
-// again. Each place with the bits of n turned around.
-#define TWOS(n, i)   ((i) / 4 * 4 + (i) % 2 + (i) / 2 % 2 * WIDTH + (n))
-#define EVEN(n, i)   ((i) / 4 * 4 + (i) % 2 * 2 + (i) / 2 % 2 * WIDTH + (n))
-#define FOURS(n, i)  ((i) / 4 * 8 + (i) % 4 + (n))
-#define EIGHTS(n, i) ((i) / 8 * 16 + (i) % 8 + (n))
-#define FOUR(n, i)   (4 * (n) + (i) % 4)
-#define ACROSS(n, i) ((i) ^ (n))
+// The lists: each place with the bits of n turned around; the n-th four, again and again; of each n places of a and
+// the same of b by turns, the first or the second ones.
+#define ACROSS(n, i) (((i) ^ (n)) % WIDTH)
+#define FOUR(n, i)   ((4 * (n) + (i) % 4) % WIDTH)
+#define FIRST(n, i)  ((i) / (2 * (n)) * 2 * (n) + (i) % (n) + (i) / (n) % 2 * WIDTH)
+#define SECOND(n, i) ((FIRST(n, i) + (n)) % (2 * WIDTH))
 
-// A step of a fold: one half of x beside the same half of y, plus the other halves.
-#define FOLD(type, x, y, LIST, n) ((type)SHUFFLE(x, y, LIST, 0) + (type)SHUFFLE(x, y, LIST, n))
+// A step of a fold: of each 2 n places the two halves are added, and x and y take turns.
+#define FOLD(type, x, y, n) ((type)SHUFFLE(x, y, FIRST, n) + (type)SHUFFLE(x, y, SECOND, n))
 
 // ---- what a set adds: x y + z rounded once, numbers of 16 and 8 bits as 32, products of pairs
 // reg_fma       x y + z
@@ -271,30 +268,22 @@ INLINE Vec vec_of_row(const char *row, int kind, int d, int n) {
     return x;
 }
 
-// One register of the folds 8 onto 8 and 4 onto 4 of WIDTH / 4 vectors: a[0], a[4] .. a quarter each.
-INLINE F32 fold_to_quarters(const Vec *a) {
-#if defined(__AVX512F__)
-    F32 x = FOLD(F32, a[0].p[0], a[4].p[0], EIGHTS, 8), y = FOLD(F32, a[8].p[0], a[12].p[0], EIGHTS, 8);
-    return FOLD(F32, x, y, FOURS, 4);
-#elif defined(__AVX2__)
-    F32 x = a[0].p[0] + a[0].p[1], y = a[4].p[0] + a[4].p[1];
-    return FOLD(F32, x, y, FOURS, 4);
-#else
-    return (a->p[0] + a->p[2]) + (a->p[1] + a->p[3]);
-#endif
-}
-
 // out (n) = scale * the sum of the lanes of each of a (n), in the order that every set keeps. WIDTH vectors
-// share their instructions; missing ones repeat the last.
+// share their instructions, and in the end each has a lane; missing ones repeat the last.
 INLINE void vec_folds(float *out, const Vec *a, int n, float scale) {
     UNROLL for (int i = 0; i < n; i += WIDTH) {
-        Vec v[WIDTH];
-        F32 q[4];
-        UNROLL for (int j = 0; j < WIDTH; j++) v[j] = a[i + j < n ? i + j : n - 1];
-        UNROLL for (int j = 0; j < 4; j++) q[j] = fold_to_quarters(v + j);
-        F32 x = FOLD(F32, q[0], q[1], TWOS, 2), y = FOLD(F32, q[2], q[3], TWOS, 2);
-        F32 sum = FOLD(F32, x, y, EVEN, 1) * scale;
-        memcpy(out + i, &sum, (n - i < WIDTH ? n - i : WIDTH) * sizeof *out);
+        F32 x[16];
+        UNROLL for (int j = 0; j < WIDTH; j++) {
+            Vec v = a[i + j < n ? i + j : n - 1];
+            UNROLL for (int h = PARTS / 2; h; h /= 2)
+                UNROLL for (int r = 0; r < h; r++) v.p[r] += v.p[r + h];
+            x[j] = v.p[0];
+        }
+        UNROLL for (int j = 0; j < 8 && WIDTH > 8; j++) x[j] = FOLD(F32, x[j], x[j + 8], 8);
+        UNROLL for (int j = 0; j < 4 && WIDTH > 4; j++) x[j] = FOLD(F32, x[j], x[j + 4], 4);
+        UNROLL for (int j = 0; j < 2; j++) x[j] = FOLD(F32, x[j], x[j + 2], 2);
+        *x = FOLD(F32, x[0], x[1], 1) * scale;
+        memcpy(out + i, x, (n - i < WIDTH ? n - i : WIDTH) * sizeof *out);
     }
 }
 
@@ -308,14 +297,10 @@ INLINE float vec_fold(Vec x) {
 INLINE float vec_largest(Vec x) {
     F32 top = x.p[0];
     UNROLL for (int i = 1; i < PARTS; i++) top = reg_max(top, x.p[i]);
-#if defined(__AVX512F__)
-    top = reg_max(top, SHUFFLE(top, top, EIGHTS, 8));
-#endif
-#if defined(__AVX2__)
-    top = reg_max(top, SHUFFLE(top, top, FOURS, 4));
-#endif
-    top = reg_max(top, SHUFFLE(top, top, TWOS, 2));
-    return top[0] > top[1] ? top[0] : top[1];
+    if (WIDTH > 8) top = reg_max(top, SHUFFLE(top, top, ACROSS, 8));
+    if (WIDTH > 4) top = reg_max(top, SHUFFLE(top, top, ACROSS, 4));
+    top = reg_max(top, SHUFFLE(top, top, ACROSS, 2));
+    return reg_max(top, SHUFFLE(top, top, ACROSS, 1))[0];
 }
 
 // ---- memory that is read next
@@ -460,13 +445,9 @@ INLINE Ints q8_block(const Q8Query *q, int b, const signed char *u) {
     UNROLL for (int c = 0; c < Q8_BLOCK / 8; c += WIDTH / 4) {
         I32 key = (I32)reg_pairs(u + 8 * c);
         sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 0), t[c]);
-#if defined(__AVX2__)
-        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 1), t[c + 1]);
-#endif
-#if defined(__AVX512F__)
-        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 2), t[c + 2]);
-        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 3), t[c + 3]);
-#endif
+        if (WIDTH > 4) sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 1), t[c + 1]);
+        if (WIDTH > 8) sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 2), t[c + 2]);
+        if (WIDTH > 8) sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 3), t[c + 3]);
     }
     return sum;
 }
@@ -477,8 +458,8 @@ INLINE Vec q8_sums(const Ints *a) {
     EACH_REG(i) {
         F32 v[4];
         UNROLL for (int j = 0; j < 4; j++) v[j] = (F32)a[j].p[i];       // as floats: cheaper instructions
-        F32 x = (F32)FOLD(I32, v[0], v[1], TWOS, 2), y = (F32)FOLD(I32, v[2], v[3], TWOS, 2);
-        sum.p[i] = FOLD(I32, x, y, EVEN, 1);
+        UNROLL for (int j = 0; j < 2; j++) v[j] = (F32)FOLD(I32, v[j], v[j + 2], 2);
+        sum.p[i] = FOLD(I32, v[0], v[1], 1);
     }
     return vec_of_ints(sum);
 }
@@ -751,32 +732,22 @@ static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
     }
 }
 
-// A step of a Hadamard transform within 16 numbers: of those at i and i + s, where i lacks the bit s, the sum and
-// the difference. Steps of small integers are exact.
+// A step of a Hadamard transform of 16 numbers: of those at i and i + s, where i lacks the bit s, the sum and the
+// difference. They stand in one register, or s / WIDTH registers from each other. Steps of small integers are exact.
 #define SIGN(s, i) ((i) & (s) ? -1 : 1)
-#define STEP_WITHIN(x, s) EACH_REG(i) \
-    (x).p[i] = reg_fma((x).p[i], (F32){ PLACES(SIGN, s) }, SHUFFLE((x).p[i], (x).p[i], ACROSS, s))
-
-// The same where the two stand in different registers, `apart` registers from each other.
-INLINE Vec step_between(Vec x, int apart) {
-    Vec y = x;
-    EACH_REG(i) y.p[i] = i & apart ? x.p[i ^ apart] - x.p[i] : x.p[i] + x.p[i ^ apart];
-    return y;
-}
+#define HADAMARD_STEP(x, s) do { \
+    Vec y = x; \
+    EACH_REG(i) { \
+        if ((s) < WIDTH) (x).p[i] = reg_fma(y.p[i], (F32){ PLACES(SIGN, s) }, SHUFFLE(y.p[i], y.p[i], ACROSS, s)); \
+        else (x).p[i] = i & (s) / WIDTH ? y.p[i ^ (s) / WIDTH] - y.p[i] : y.p[i] + y.p[i ^ (s) / WIDTH]; \
+    } \
+} while (0)
 
 INLINE Vec hadamard_16(Vec x) {
-    STEP_WITHIN(x, 1);
-    STEP_WITHIN(x, 2);
-#if defined(__AVX2__)
-    STEP_WITHIN(x, 4);
-#else
-    x = step_between(x, 1);
-#endif
-#if defined(__AVX512F__)
-    STEP_WITHIN(x, 8);
-#else
-    x = step_between(x, 8 / WIDTH);
-#endif
+    HADAMARD_STEP(x, 1);
+    HADAMARD_STEP(x, 2);
+    HADAMARD_STEP(x, 4);
+    HADAMARD_STEP(x, 8);
     return x;
 }
 
