@@ -94,11 +94,13 @@ typedef struct { I32 p[PARTS]; } Ints;
 #define SHUFFLE(a, b, LIST, n) __builtin_shuffle(a, b, (I32){ PLACES(LIST, n) })
 #endif
 
-// The lists: each place with the bits of n turned around; the n-th four, again and again; of each n places of a and
-// the same of b by turns, the first or the second ones.
+// The lists: each place with the bits of n turned around; the n-th four, again and again; of each 2 n places the first
+// or the second n, of a and of b by turns. Where n is 1 that is so for pairs: a0 a2 b0 b2 or a1 a3 b1 b3 of each four,
+// for which all sets have an instruction.
 #define ACROSS(n, i) (((i) ^ (n)) % WIDTH)
 #define FOUR(n, i)   ((4 * (n) + (i) % 4) % WIDTH)
-#define FIRST(n, i)  ((i) / (2 * (n)) * 2 * (n) + (i) % (n) + (i) / (n) % 2 * WIDTH)
+#define FIRST(n, i)  ((n) == 1 ? (i) / 4 * 4 + (i) % 2 * 2 + (i) / 2 % 2 * WIDTH \
+                               : (i) / (2 * (n)) * 2 * (n) + (i) % (n) + (i) / (n) % 2 * WIDTH)
 #define SECOND(n, i) ((FIRST(n, i) + (n)) % (2 * WIDTH))
 
 // A step of a fold: of each 2 n places the two halves are added, and x and y take turns.
@@ -268,22 +270,25 @@ INLINE Vec vec_of_row(const char *row, int kind, int d, int n) {
     return x;
 }
 
+// One register of the folds 8 onto 8 and 4 onto 4 of WIDTH / 4 vectors: a[0], a[4] .. a quarter each.
+INLINE F32 fold_to_quarters(const Vec *a) {
+    if (WIDTH == 4) return (a->p[0] + a->p[PARTS / 2]) + (a->p[PARTS / 4] + a->p[PARTS - 1]);
+    F32 x[4];
+    UNROLL for (int i = 0; i < WIDTH / 4; i++) x[i] = PARTS == 1 ? a[4 * i].p[0] : a[4 * i].p[0] + a[4 * i].p[PARTS - 1];
+    if (WIDTH == 8) return FOLD(F32, x[0], x[1], 4);
+    return FOLD(F32, FOLD(F32, x[0], x[2], 8), FOLD(F32, x[1], x[3], 8), 4);
+}
+
 // out (n) = scale * the sum of the lanes of each of a (n), in the order that every set keeps. WIDTH vectors
-// share their instructions, and in the end each has a lane; missing ones repeat the last.
+// share their instructions; missing ones repeat the last.
 INLINE void vec_folds(float *out, const Vec *a, int n, float scale) {
     UNROLL for (int i = 0; i < n; i += WIDTH) {
-        F32 x[16];
-        UNROLL for (int j = 0; j < WIDTH; j++) {
-            Vec v = a[i + j < n ? i + j : n - 1];
-            UNROLL for (int h = PARTS / 2; h; h /= 2)
-                UNROLL for (int r = 0; r < h; r++) v.p[r] += v.p[r + h];
-            x[j] = v.p[0];
-        }
-        UNROLL for (int j = 0; j < 8 && WIDTH > 8; j++) x[j] = FOLD(F32, x[j], x[j + 8], 8);
-        UNROLL for (int j = 0; j < 4 && WIDTH > 4; j++) x[j] = FOLD(F32, x[j], x[j + 4], 4);
-        UNROLL for (int j = 0; j < 2; j++) x[j] = FOLD(F32, x[j], x[j + 2], 2);
-        *x = FOLD(F32, x[0], x[1], 1) * scale;
-        memcpy(out + i, x, (n - i < WIDTH ? n - i : WIDTH) * sizeof *out);
+        Vec v[WIDTH];
+        F32 q[4];
+        UNROLL for (int j = 0; j < WIDTH; j++) v[j] = a[i + j < n ? i + j : n - 1];
+        UNROLL for (int j = 0; j < 4; j++) q[j] = fold_to_quarters(v + j);
+        F32 sum = FOLD(F32, FOLD(F32, q[0], q[1], 2), FOLD(F32, q[2], q[3], 2), 1) * scale;
+        memcpy(out + i, &sum, (n - i < WIDTH ? n - i : WIDTH) * sizeof *out);
     }
 }
 
@@ -458,7 +463,7 @@ INLINE Vec q8_sums(const Ints *a) {
     EACH_REG(i) {
         F32 v[4];
         UNROLL for (int j = 0; j < 4; j++) v[j] = (F32)a[j].p[i];       // as floats: cheaper instructions
-        UNROLL for (int j = 0; j < 2; j++) v[j] = (F32)FOLD(I32, v[j], v[j + 2], 2);
+        UNROLL for (int j = 0; j < 2; j++) v[j] = (F32)FOLD(I32, v[2 * j], v[2 * j + 1], 2);
         sum.p[i] = FOLD(I32, v[0], v[1], 1);
     }
     return vec_of_ints(sum);
