@@ -234,11 +234,12 @@ VECTOR_FUNCTION(vec_fma, (Vec x, Vec y, Vec z), reg_fma(x.p[i], y.p[i], z.p[i]))
 VECTOR_FUNCTION(vec_max, (Vec x, Vec y), reg_max(x.p[i], y.p[i]))
 VECTOR_FUNCTION(vec_negative, (Vec x), -x.p[i])
 VECTOR_FUNCTION(vec_of_ints, (Ints x), __builtin_convertvector(x.p[i], F32))
+VECTOR_FUNCTION(vec_repeat, (F32 x), x)
 
-// A vector of the n numbers of a kind at p, as f32; the lanes from n on are 0. PAIRS: two numbers of 16 bits in each
-// lane, as they are.
+// A vector of the n numbers of a kind at p, as f32; the lanes from n on are 0. ROWS_Q8: bytes. PAIRS: two numbers of 16
+// bits in each lane, as they are.
 INLINE Vec vec_load(const void *p, int kind, int n) {
-    size_t size = kind == DT_F32 ? 4 : 2;
+    size_t size = kind == ROWS_Q8 ? 1 : dtype_size(kind);
     int whole = kind >= PAIRS ? 2 * LANES : LANES;
     char part[LANES * 4] = {0};
     const char *at = n < whole ? memcpy(part, p, (size_t)n * size) : p;
@@ -248,9 +249,14 @@ INLINE Vec vec_load(const void *p, int kind, int n) {
         if (kind == DT_F32 || kind >= PAIRS) memcpy(&x.p[i], from, sizeof x.p[i]);
         if (kind == DT_F16) x.p[i] = reg_from_f16(reg_half(from));
         if (kind == DT_BF16) x.p[i] = (F32)(reg_words(from) << 16);
+        if (kind == ROWS_Q8) x.p[i] = __builtin_convertvector(reg_bytes(from), F32);
     }
     return x;
 }
+
+// The vectors of n numbers: each begins at i, and `width` of its lanes are there, all but in the last one.
+#define EACH_VECTOR(i, width, n) \
+    for (size_t i = 0, last_ = (size_t)(n), width; width = min_size(last_ - i, LANES), i < last_; i += LANES)
 
 // p (n) = the first n lanes.
 INLINE void vec_store(float *p, Vec x, int n) {
@@ -258,16 +264,13 @@ INLINE void vec_store(float *p, Vec x, int n) {
     else memcpy(p, &x, min_size((size_t)n, LANES) * sizeof *p);
 }
 
-// Of a row of a kind, the n numbers from column d on. Those of q8_0 are scale times integer, of whole vectors.
-INLINE Vec vec_of_row(const char *row, int kind, int d, int n) {
+// Of a row of a kind, the n numbers from column d on. Those of q8_0 are scale times integer.
+INLINE Vec vec_of_row(const char *row, int kind, size_t d, int n) {
     if (kind != ROWS_Q8) return vec_load(row + d * dtype_size(kind), kind, n);
     uint16_t scale;
     row += d / Q8_BLOCK * (Q8_BLOCK + 2);
     memcpy(&scale, row, sizeof scale);
-    F32 f = reg_from_f16(scale - (Half){0});
-    Vec x;
-    EACH_REG(i) x.p[i] = __builtin_convertvector(reg_bytes(row + 2 + d % Q8_BLOCK + i * WIDTH), F32) * f;
-    return x;
+    return vec_mul(vec_load(row + 2 + d % Q8_BLOCK, kind, n), vec_repeat(reg_from_f16(scale - (Half){0})));
 }
 
 // One register of the folds 8 onto 8 and 4 onto 4 of WIDTH / 4 vectors: a[0], a[4] .. a quarter each.
@@ -474,10 +477,7 @@ INLINE Vec four_f16(const char *const *p, size_t at) {
     uint16_t h[4];
     UNROLL for (int j = 0; j < 4; j++) memcpy(&h[j], p[j] + at, sizeof *h);
     uint64_t four = h[0] | (uint64_t)h[1] << 16 | (uint64_t)h[2] << 32 | (uint64_t)h[3] << 48;
-    F32 x = reg_from_f16((Half)(four - (HalfU64){0}));
-    Vec v;
-    EACH_REG(i) v.p[i] = x;
-    return v;
+    return vec_repeat(reg_from_f16((Half)(four - (HalfU64){0})));
 }
 
 // Four rows of w, from j on, by four rows of x, for the `blocks` blocks from column k0 on. Missing rows of w
@@ -591,9 +591,13 @@ INLINE Vec vec_polynomial(Vec x, const float *c, int n) {
     return p;
 }
 
+// factor x, rounded to whole numbers: adding 1.5 * 2^23 leaves no bits for a fraction.
+INLINE Vec vec_whole(Vec x, float factor) {
+    return vec_add(vec_fma(x, vec_all(factor), vec_all(12582912)), vec_all(-12582912));
+}
+
 // e^x in every lane, x at most 150. With x = k ln 2 + r and |r| <= ln 2 / 2, e^x = 2^k e^r:
-//   k    is x / ln 2 rounded. Adding 1.5 * 2^23 leaves no bits for a fraction, and subtracting it again leaves
-//        the integer.
+//   k    is x / ln 2 rounded.
 //   r    is x - k ln 2, with ln 2 as the sum of two numbers, so that r is exact to f32.
 //   e^r  is 1 + r + r^2 (c2 + c3 r + .. + c6 r^4), a minimax polynomial with relative error 3.1e-9.
 // The clamp at -150 makes 0 of everything below the smallest subnormal, and of the NaN that -INFINITY -
@@ -601,12 +605,9 @@ INLINE Vec vec_polynomial(Vec x, const float *c, int n) {
 INLINE Vec vec_exp(Vec x) {
     static const float c[] = { 0.499999934f, 0.166665206f, 0.0416683880f, 0.00836871688f, 0.00138145986f };
     x = vec_max(x, vec_all(-150));
-    Vec k = vec_fma(x, vec_all(LOG2_E), vec_all(12582912));
-    k = vec_add(k, vec_all(-12582912));
-    Vec r = vec_fma(k, vec_all(-0.693145752f), x);
-    r = vec_fma(k, vec_all(-1.42860677e-6f), r);
-    Vec p = vec_polynomial(r, c, 5);
-    p = vec_add(vec_fma(vec_mul(r, r), p, r), vec_all(1));
+    Vec k = vec_whole(x, LOG2_E);
+    Vec r = vec_fma(k, vec_all(-1.42860677e-6f), vec_fma(k, vec_all(-0.693145752f), x));
+    Vec p = vec_add(vec_fma(vec_mul(r, r), vec_polynomial(r, c, 5), r), vec_all(1));
     EACH_REG(i) p.p[i] = reg_scale(p.p[i], k.p[i]);
     return p;
 }
@@ -618,73 +619,58 @@ INLINE Vec vec_exp2(Vec x) {
     static const float c[] = { 1, 0.693147182f, 0.240226477f, 0.0555033237f, 0.00961843692f, 0.00133988750f,
                                0.000153533620f };
     x = vec_max(x, vec_all(-150));
-    Vec k = vec_add(x, vec_all(12582912));
-    k = vec_add(k, vec_all(-12582912));
-    Vec r = vec_fma(k, vec_all(-1), x);
-    Vec p = vec_polynomial(r, c, 7);
+    Vec k = vec_whole(x, 1), p = vec_polynomial(vec_fma(k, vec_all(-1), x), c, 7);
     EACH_REG(i) p.p[i] = reg_scale(p.p[i], k.p[i]);
     return p;
 }
 
-// Kernels.exp_shift. The last vector is filled up with -INFINITY, whose exponential adds 0 to the sum.
+// x = exp(x + shift) for at most one vector -> what is stored: 0 in the other lanes.
+INLINE Vec exp_step(float *x, Vec shift, int n) {
+    Vec e = vec_exp(vec_add(vec_load(x, DT_F32, n), shift));
+    vec_store(x, e, n);
+    return n == LANES ? e : vec_load(x, DT_F32, n);
+}
+
+// Kernels.exp_shift
 static void exp_row(float *x, float max, size_t n, float *sum) {
     Vec shift = vec_all(-max), total = vec_all(0);
     size_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        Vec e = vec_exp(vec_add(vec_load(x + i, DT_F32, LANES), shift));
-        vec_store(x + i, e, LANES);
-        total = vec_add(total, e);
-    }
-    if (i < n) {
-        float part[LANES];
-        for (int j = 0; j < LANES; j++) part[j] = i + j < n ? x[i + j] : -INFINITY;
-        Vec e = vec_exp(vec_add(vec_load(part, DT_F32, LANES), shift));
-        vec_store(x + i, e, (int)(n - i));
-        total = vec_add(total, e);
-    }
+    for (; i + LANES <= n; i += LANES) total = vec_add(total, exp_step(x + i, shift, LANES));
+    if (i < n) total = vec_add(total, exp_step(x + i, shift, (int)(n - i)));
     *sum += vec_fold(total);
 }
 
-// Kernels.softmax_columns for a vector of columns, of which `width` are there; rows of x are m elements apart.
-INLINE void softmax_strip(float *x, int n, size_t m, float *max, float *sum, int width) {
-    // the maximum of each column, from the one of earlier rows on
-    Vec top = vec_load(max, DT_F32, width);
-    for (int j = 0; j < n; j++) top = vec_max(vec_load(x + j * m, DT_F32, width), top);
-
-    // what was summed up under the old maximum, as it is under the new one
-    Vec shift = vec_negative(top), factor = vec_exp2(vec_add(vec_load(max, DT_F32, width), shift));
-    Vec total = vec_mul(vec_load(sum, DT_F32, width), factor);
-
-    // the powers, and their sum
-    for (int j = 0; j < n; j++) {
-        Vec e = vec_exp2(vec_add(vec_load(x + j * m, DT_F32, width), shift));
-        vec_store(x + j * m, e, width);
-        total = vec_add(total, e);
-    }
-    vec_store(max, top, width);
-    vec_store(sum, total, width);
-}
-
-// Kernels.softmax_columns: strips of one vector, then what is left of one.
+// Kernels.softmax_columns, a vector of columns after the other.
 static void softmax_tile(float *x, int n, int m, float *max, float *sum) {
-    int c = 0;
-    for (; c + LANES <= m; c += LANES) softmax_strip(x + c, n, (size_t)m, max + c, sum + c, LANES);
-    if (c < m) softmax_strip(x + c, n, (size_t)m, max + c, sum + c, m - c);
+    EACH_VECTOR(c, width, m) {
+        // the maximum of each column, from the one of earlier rows on
+        Vec before = vec_load(max + c, DT_F32, width), top = before;
+        for (int j = 0; j < n; j++) top = vec_max(vec_load(x + j * (size_t)m + c, DT_F32, width), top);
+
+        // what was summed up under the old maximum, as it is under the new one
+        Vec shift = vec_negative(top), factor = vec_exp2(vec_add(before, shift));
+        Vec total = vec_mul(vec_load(sum + c, DT_F32, width), factor);
+
+        // the powers, and their sum
+        for (int j = 0; j < n; j++) {
+            float *at = x + j * (size_t)m + c;
+            Vec e = vec_exp2(vec_add(vec_load(at, DT_F32, width), shift));
+            vec_store(at, e, width);
+            total = vec_add(total, e);
+        }
+        vec_store(max + c, top, width);
+        vec_store(sum + c, total, width);
+    }
 }
 
-// g (n) = g / (1 + e^-g) * u for at most one vector. Below -150, e^150 is an infinity.
-INLINE void swiglu_step(float *g, const float *u, int n) {
-    Vec x = vec_load(g, DT_F32, n), v = vec_load(u, DT_F32, n);
-    Vec e = vec_exp(vec_negative(vec_max(x, vec_all(-150))));
-    EACH_REG(i) x.p[i] = x.p[i] / (1 + e.p[i]) * v.p[i];
-    vec_store(g, x, n);
-}
-
-// Kernels.swiglu
+// Kernels.swiglu: g (n) = g / (1 + e^-g) * u. Below -150, e^150 is an infinity.
 static void swiglu_row(float *g, const float *u, size_t n) {
-    size_t i = 0;
-    for (; i + LANES <= n; i += LANES) swiglu_step(g + i, u + i, LANES);
-    if (i < n) swiglu_step(g + i, u + i, (int)(n - i));
+    EACH_VECTOR(i, width, n) {
+        Vec x = vec_load(g + i, DT_F32, width), v = vec_load(u + i, DT_F32, width);
+        Vec e = vec_exp(vec_negative(vec_max(x, vec_all(-150))));
+        EACH_REG(r) x.p[r] = x.p[r] / (1 + e.p[r]) * v.p[r];
+        vec_store(g + i, x, width);
+    }
 }
 
 // ---- the largest numbers
@@ -708,33 +694,20 @@ static int count_at_least(const float *x, int n, uint32_t key) {
 
 // ---- from and to f32
 
-// dst (n) = src (n), which is of dtype.
-INLINE void widen_row(float *dst, const char *src, int dtype, size_t n) {
-    size_t size = dtype == DT_F32 ? 4 : 2, i = 0;
-    for (; i + LANES <= n; i += LANES) vec_store(dst + i, vec_load(src + i * size, dtype, LANES), LANES);
-    int left = (int)(n - i);
-    if (left > 0) vec_store(dst + i, vec_load(src + i * size, dtype, left), left);
+// dst (n) = src (n) of a kind.
+INLINE void widen_row(float *dst, const char *src, int kind, size_t n) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) vec_store(dst + i, vec_of_row(src, kind, i, LANES), LANES);
+    if (i < n) vec_store(dst + i, vec_of_row(src, kind, i, (int)(n - i)), (int)(n - i));
 }
 
 static void widen_f32(float *dst, const void *src, size_t n)  { widen_row(dst, src, DT_F32, n); }
 static void widen_f16(float *dst, const void *src, size_t n)  { widen_row(dst, src, DT_F16, n); }
 static void widen_bf16(float *dst, const void *src, size_t n) { widen_row(dst, src, DT_BF16, n); }
 
-// Kernels.unpack_q8. A row is blocks of Q8_BLOCK columns, the last one perhaps shorter: an f16 scale, then a
-// byte a column.
+// Kernels.unpack_q8
 static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
-    for (int r = 0; r < n; r++) {
-        for (int col = 0; col < D; col += Q8_BLOCK) {
-            int m = min_int(D - col, Q8_BLOCK);
-            uint16_t d;
-            memcpy(&d, src, sizeof d);
-            float scale = f16_to_f32(d);
-            const signed char *q = (const signed char *)src + sizeof d;
-            for (int i = 0; i < m; i++) dst[i] = scale * q[i];
-            src += sizeof d + m;
-            dst += m;
-        }
-    }
+    for (; n > 0; n--, dst += D, src += q8_bytes(D)) widen_row(dst, src, ROWS_Q8, (size_t)D);
 }
 
 // A step of a Hadamard transform of 16 numbers: of those at i and i + s, where i lacks the bit s, the sum and the
@@ -757,10 +730,9 @@ INLINE Vec hadamard_16(Vec x) {
 }
 
 // Kernels.unpack_q4. The two halves of a block go through the transform as one number, first + 65536 second: of
-// sums of 16 odd numbers up to 15, which f32 holds exactly (240 * 65536 + 240 < 2^24). Adding 1.5 * 2^23 to it /
-// 65536 leaves the second one.
+// sums of 16 odd numbers up to 15, which f32 holds exactly (240 * 65536 + 240 < 2^24). It / 65536,
+// rounded, is the second one.
 static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
-    const Vec round = vec_all(12582912);
     for (size_t k = 0; k < n; k++, src += Q4_BYTES, dst += Q4_BLOCK) {
         uint16_t d;
         uint32_t plane[4];
@@ -775,7 +747,7 @@ static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
             odd.p[i] = (I32)u - 0xf000f;
         }
         Vec both = hadamard_16(vec_of_ints(odd));
-        Vec second = vec_add(vec_fma(both, vec_all(1 / 65536.f), round), vec_negative(round));
+        Vec second = vec_whole(both, 1 / 65536.f);
         Vec first = vec_fma(second, vec_all(-65536), both), scale = vec_all(f16_to_f32(d));
         vec_store(dst, vec_mul(vec_add(first, second), scale), LANES);
         vec_store(dst + LANES, vec_mul(vec_add(first, vec_negative(second)), scale), LANES);
