@@ -312,9 +312,10 @@ INLINE float vec_largest(Vec x) {
 }
 
 // ---- memory that is read next
-// Decode reads every row once, so it is as fast as memory is. A kernel asks for what is read after it while it
-// computes, as many bytes as it reads itself: a burst of requests would fill the queue to memory and then leave
-// it idle. Rows of attention that the caller names no successor of are asked for FEW_AHEAD bytes further on.
+// Decode reads every row once, so it is as fast as memory is. A kernel asks for what is read after it (next) while
+// its first rows of x meet w, as many bytes as it reads itself: a burst of requests would fill the queue to memory
+// and then leave it idle. Rows of attention that the caller names no successor of are asked for FEW_AHEAD bytes
+// further on (rows_ahead).
 // No bit depends on it. Asked for in bursts of 64 columns of four rows, and not with every vector, the products of
 // a decode step with weights in memory take a tenth longer (Zen 5, one thread, in turns).
 enum { FEW_AHEAD = 4096 };
@@ -345,15 +346,12 @@ INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t l
 }
 
 // The tiles of M rows of x from i0 on, of which m are there, with rows of w from j on, N at a time as long as
-// there are so many -> the first row of w that is left. Missing rows of x repeat the last one. may_ask 0:
-// they have asked already for what is read next.
-INLINE int dots_tiles(const KernelBlock *a, int kind, int M, int N, int i0, int m, int j, int may_ask) {
+// there are so many -> the first row of w that is left. Missing rows of x repeat the last one.
+INLINE int dots_tiles(const KernelBlock *a, int kind, int M, int N, int i0, int m, int j) {
     size_t size = dtype_size(kind), ldw = a->ldw, ldy = a->ldy, x_size = kind >= PAIRS ? 2 : 4;
     size_t columns = kind >= PAIRS ? 2 * LANES : LANES, step = N * columns * size;
-    int K = a->K, near = !a->next.p && kind != DT_F32, asks = may_ask && (a->next.bytes || near);
-    const char *w = a->w + j * ldw;
-    const char *ahead = near ? w + FEW_AHEAD : a->next.p;
-    if (a->next.p) ahead += (size_t)j * K * size;
+    int K = a->K, asks = !i0 && a->next.bytes;
+    const char *w = a->w + j * ldw, *ahead = a->next.p + j * K * size;
     float *y = a->y + (size_t)i0 * ldy;
     const char *x[MR];
     UNROLL for (int i = 0; i < M; i++)
@@ -388,12 +386,12 @@ INLINE void dots_block(const KernelBlock *a, int kind) {
         int left = a->m - i, j = 0;
         m = left > 1 ? min_int(left, MR) : 1;
         if (m > 1) {
-            j = dots_tiles(a, kind, MR, NR, i, m, j, !i);
-            dots_tiles(a, kind, MR, 1, i, m, j, 0);
+            j = dots_tiles(a, kind, MR, NR, i, m, j);
+            dots_tiles(a, kind, MR, 1, i, m, j);
         } else {
-            j = dots_tiles(a, kind, 1, N1, i, m, j, !i);
-            j = dots_tiles(a, kind, 1, NR, i, m, j, !i);
-            dots_tiles(a, kind, 1, 1, i, m, j, 0);
+            j = dots_tiles(a, kind, 1, N1, i, m, j);
+            j = dots_tiles(a, kind, 1, NR, i, m, j);
+            dots_tiles(a, kind, 1, 1, i, m, j);
         }
     }
 }
@@ -498,13 +496,13 @@ INLINE Vec q8_tile(const KernelBlock *a, const Q8Query *q, int j, int k0, int bl
 
 // dots[ROWS_Q8]
 static void dots_q8(const KernelBlock *a) {
-    int pieces = q8_pieces(a->K), near = !a->next.p;
+    int pieces = q8_pieces(a->K);
     for (int k0 = 0; k0 < a->K; k0 += Q8_COLS) {
         int blocks = min_int(a->K - k0, Q8_COLS) / Q8_BLOCK, add = k0 || a->add;
         for (int i = 0; i < a->m; i += 4) {
             const Q8Query *q = (const Q8Query *)a->x + i / 4 * pieces + k0 / Q8_COLS;
-            const char *ahead = near ? a->w + FEW_AHEAD : a->next.p;
-            int asks = !i && !k0 && (near || a->next.bytes), rows = min_int(a->m - i, 4);
+            const char *ahead = a->next.p;
+            int asks = !i && !k0 && a->next.bytes, rows = min_int(a->m - i, 4);
             for (int j = 0; j < a->n; j += 4, ahead += 4 * a->ldw) {
                 float sum[4][4];
                 int n = min_int(a->n - j, 4);
@@ -560,11 +558,9 @@ INLINE void mix_tile(const KernelBlock *a, int kind, int M, int i0, int m, int d
 // and the others would leave it idle.
 INLINE void mix_rows(const KernelBlock *a, int kind, int M, int i0, int m) {
     int d = 0, D = a->K, passes = max_int(1, D / (NV * LANES));
-    size_t row = kind_bytes(kind, D), share = 0;
+    size_t share = 0;
     Ahead next = a->next;
-    if (!next.p && kind == DT_F32) next = (Ahead){ a->w, 0 };
-    if (!next.p) next = (Ahead){ a->w + (passes > 1 ? a->n : 16) * row, a->n * row };
-    if (!i0 && next.bytes) share = (next.bytes / ((size_t)a->n * passes) + 63) / 64 * 64;
+    if (!i0) share = (next.bytes / ((size_t)a->n * passes) + 63) / 64 * 64;
     for (; d + NV * LANES <= D; d += NV * LANES, next.p += a->n * share)
         mix_tile(a, kind, M, i0, m, d, NV, LANES, next.p, share);
     for (; d + LANES <= D; d += LANES) mix_tile(a, kind, M, i0, m, d, 1, LANES, next.p, 0);
@@ -898,29 +894,25 @@ const char *const simd_names[] = {              // best first
 };
 static Kernels simd;                            // the one in use
 
-#if defined(KERNELS_X86)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni;
-
 // *k = the set of that name -> 0; -1: this processor or its operating system lacks something.
 static int simd_find(Kernels *k, const char *name) {
+#if defined(KERNELS_X86)
+    extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni;
+    const Kernels *sets[] = { &kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512vnni };
+    int set = 0;                                // each has what those before it have
     __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");        // and F16C
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-              && __builtin_cpu_supports("avx512vl");
-    int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    *k = !strcmp(name, "plain") ? kernels_plain : !strcmp(name, "avx2") ? kernels_avx2
-       : !strcmp(name, "avx512") ? kernels_avx512 : kernels_avx512vnni;
-    if (!strcmp(name, "plain")) return 0;
-    if (!strcmp(name, "avx2")) return avx2 - 1;
-    if (!strcmp(name, "avx512")) return avx512 - 1;
-    return vnni ? simd_x86(k, name) : -1;
-}
+    int can = !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ? 0             // and F16C
+            : !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")
+              || !__builtin_cpu_supports("avx512vl") ? 1
+            : !__builtin_cpu_supports("avx512vnni") ? 2 : 3;
+    while (set < 3 && strcmp(name, sets[set]->name)) set++;
+    *k = *sets[set];
+    return set > can ? -1 : set < 3 ? 0 : simd_x86(k, name);
 #else
-static int simd_find(Kernels *k, const char *name) {
     *k = PASTE(kernels_, SET);
     return strcmp(name, k->name) ? -1 : 0;
-}
 #endif
+}
 
 int simd_set(const char *name) {
     Kernels k;
@@ -1121,14 +1113,22 @@ size_t product_bytes(int dtype, size_t T, size_t n) {
 // ---- the products of attention for a tile of queries and rows
 // They run inside threads and are never parallel themselves. Rows of K and V may be f32 tiles or the cache's
 // own rows. The results are the same bits, and decode need not copy rows first.
+
+// What is read after n rows of `bytes` bytes: what the caller says, or the rows of a cache that follow.
+static Ahead rows_ahead(Ahead next, const void *rows, int kind, int n, size_t bytes) {
+    if (next.p || kind == DT_F32) return next;
+    return (Ahead){ (const char *)rows + FEW_AHEAD, n * bytes };
+}
+
 static void dots(float *y, size_t ldy, const void *x, const void *w, int kind, int m, int n, int K, int add,
                  float scale, Ahead next) {
+    size_t row = kind_bytes(kind, K);
     simd.dots[kind](&(KernelBlock){
         .y = y, .ldy = ldy,
         .x = x, .ldx = (size_t)K,
-        .w = w, .ldw = kind_bytes(kind, K),
+        .w = w, .ldw = row,
         .m = m, .n = n, .K = K,
-        .add = add, .scale = scale, .next = next,
+        .add = add, .scale = scale, .next = rows_ahead(next, w, kind, n, row),
     });
 }
 
@@ -1156,6 +1156,7 @@ void q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, f
 }
 
 void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next) {
+    next = rows_ahead(next, v, dtype, n, kind_bytes(dtype, D));
     simd.mix[dtype](&(KernelBlock){ .y = o, .x = p, .w = v, .m = m, .n = n, .K = D, .add = add, .next = next });
 }
 
@@ -1300,26 +1301,15 @@ void swiglu(float *g, const float *u, size_t n) {
 // ---- the k largest
 void (*top_k_chosen)(const float *x, int n, const int *idx, int k);
 
-// idx = the places from i to n - 1 with keys of at least `key` -> how many.
-static int list_from(const float *x, int i, int n, uint32_t key, int *idx) {
-    int count = 0;
-    for (; i < n; i++) {
-        if (order_key(x[i]) >= key) idx[count++] = i;
-    }
-    return count;
-}
-
 // The k-th largest key (order_key) is found bit by bit, the highest first: a bit is set if k keys are at least
 // as large with it. Each bit takes one pass over the values, as vectors. The search ends early when exactly k
 // keys are left.
 int top_k(const float *x, int n, int k, int *idx) {
     uint32_t key = 0;           // the bits so far
-    int take = min_int(k, n);
+    int take = min_int(k, n), count = 0;
     int from = -1;              // keys >= key
     int above = 0;              // keys known to be larger than the k-th
-    int last = n;               // places from here on do not get in with a key that equals the k-th
-    if (take <= 0) return 0;
-    for (uint32_t bit = 1u << 31; bit && from != take; bit >>= 1) {
+    for (uint32_t bit = 1u << 31; take > 0 && bit && from != take; bit >>= 1) {
         int c = simd.count_from(x, n, key | bit);
         if (c < take) {
             above = c;
@@ -1330,12 +1320,12 @@ int top_k(const float *x, int n, int k, int *idx) {
     }
 
     // Where more than k keys are left, the last ones that equal the k-th stay behind.
-    if (from != take) {
-        for (last = 0; above < take; last++) above += order_key(x[last]) == key;
+    int equal = from == take ? n : take - above;
+    for (int i = 0; i < n && count < take; i++) {
+        uint32_t own = order_key(x[i]);
+        if (own > key || (own == key && equal-- > 0)) idx[count++] = i;
     }
-    int count = list_from(x, 0, last, key, idx);
-    if (count < take) count += list_from(x, last, n, key + 1, idx + count);
-    if (top_k_chosen) top_k_chosen(x, n, idx, count);
+    if (top_k_chosen && take > 0) top_k_chosen(x, n, idx, count);
     return count;
 }
 #endif
