@@ -73,6 +73,7 @@ typedef int16_t  I16 __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t U16 __attribute__((vector_size(4 * WIDTH)));
 typedef uint64_t U64 __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Half __attribute__((vector_size(2 * WIDTH)));         // WIDTH numbers of 16 bits
+typedef signed char Bytes __attribute__((vector_size(2 * WIDTH)));
 typedef uint64_t HalfU64 __attribute__((vector_size(2 * WIDTH)));
 typedef struct { F32 p[PARTS]; } Vec;
 typedef struct { I32 p[PARTS]; } Ints;
@@ -152,10 +153,10 @@ INLINE I32 reg_madd(I32 sum, I16 a, I16 b) {
 #else
 INLINE I32 reg_words(const void *p) { return __builtin_convertvector(reg_half(p), I32); }
 
-// Bytes 2 i and 2 i + 1 stand in lane i.
 INLINE I16 reg_pairs(const void *p) {
-    I32 u = reg_words(p);
-    return (I16)((u << 24 >> 24 & 0xffff) | (u << 16 >> 24 << 16));
+    Bytes b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, I16);
 }
 
 INLINE I32 reg_bytes(const void *p) {
@@ -964,8 +965,8 @@ void *product_room(size_t bytes) {
 static size_t q8_blocks(int cols) { return ((size_t)cols + Q8_BLOCK - 1) / Q8_BLOCK; }
 
 // The block of row r and column c.
-static const char *q8_at(const Tensor *w, int r, int c) {
-    return (const char *)w->data + (r / LANES * q8_blocks(w->cols) + c / Q8_BLOCK) * Q8_PANEL;
+static char *q8_at(const Tensor *w, int r, int c) {
+    return (char *)w->data + (r / LANES * q8_blocks(w->cols) + c / Q8_BLOCK) * Q8_PANEL;
 }
 
 // Where the byte of column i of row r stands in its block, r < 16.
@@ -975,46 +976,50 @@ size_t q8_tensor_bytes(int rows, int cols) {
     return ((size_t)rows + LANES - 1) / LANES * q8_blocks(cols) * Q8_PANEL;
 }
 
-// One block of n numbers: bytes q of the scale d, of which the largest number is 127. d is a NaN where some x is
-// none, or is infinite. Returns the size of the largest number; 0 if that is infinite.
-static float q8_block_of(uint16_t *d, signed char *q, const float *x, int n) {
+// *d = the largest of |x| (n) / units. It is a NaN where some x is none, or is infinite. Returns the size of the
+// largest number; 0 if that is infinite.
+static float block_scale(uint16_t *d, const float *x, int n, float units) {
     float top = 0;
     int bad = 0;
     for (int i = 0; i < n; i++) {
         top = fmaxf(top, fabsf(x[i]));
         bad |= !isfinite(x[i]);
     }
-    *d = f32_to_f16(bad ? NAN : top / 127);
-    float scale = f16_to_f32(*d);
+    *d = f32_to_f16(bad ? NAN : top / units);
+    return isfinite(top) ? top : 0;
+}
+
+// One block of n numbers: bytes q of the scale d, of which the largest number is 127. Returns what block_scale does.
+static float q8_block_of(uint16_t *d, signed char *q, const float *x, int n) {
+    float top = block_scale(d, x, n, 127), scale = f16_to_f32(*d);
     for (int i = 0; i < n; i++) {
         float u = scale > 0 ? rintf(x[i] / scale) : 0;
         if (u > 127) u = 127;               // the scale was rounded, so x may be past 127 of it
         if (u < -127) u = -127;
         q[i] = (signed char)u;
     }
-    return isfinite(top) ? top : 0;
+    return top;
 }
 
 // to (q8_tensor_bytes) = the matrix w of another dtype. Returns the size of its largest weight that is
 // finite: above Q8_MOST what stands in `to` is not the matrix.
 float q8_store(char *to, const Tensor *w) {
+    const Tensor q8 = { to, DT_Q8, w->rows, w->cols };
     float top = 0;
-    size_t size = dtype_size(w->dtype), blocks = q8_blocks(w->cols);
     memset(to, 0, q8_tensor_bytes(w->rows, w->cols));
     #pragma omp parallel for schedule(static) reduction(max:top)
-    for (int p = 0; p < (w->rows + LANES - 1) / LANES; p++)
-        for (int r = p * LANES; r < min_int((p + 1) * LANES, w->rows); r++)
-            for (int c = 0; c < w->cols; c += Q8_BLOCK) {
-                int n = min_int(Q8_BLOCK, w->cols - c);
-                float x[Q8_BLOCK];
-                signed char q[Q8_BLOCK];
-                uint16_t d;
-                to_f32(x, (const char *)w->data + ((size_t)r * w->cols + c) * size, w->dtype, n);
-                top = fmaxf(top, q8_block_of(&d, q, x, n));
-                char *block = to + (p * blocks + c / Q8_BLOCK) * Q8_PANEL;
-                memcpy(block + r % LANES * 2, &d, sizeof d);
-                for (int i = 0; i < n; i++) block[q8_place(r % LANES, i)] = (char)q[i];
-            }
+    for (int r = 0; r < w->rows; r++)
+        for (int c = 0; c < w->cols; c += Q8_BLOCK) {
+            int n = min_int(Q8_BLOCK, w->cols - c);
+            float x[Q8_BLOCK];
+            signed char q[Q8_BLOCK];
+            uint16_t d;
+            char *block = q8_at(&q8, r, c);
+            to_f32(x, (const char *)w->data + ((size_t)r * w->cols + c) * dtype_size(w->dtype), w->dtype, n);
+            top = fmaxf(top, q8_block_of(&d, q, x, n));
+            memcpy(block + r % LANES * 2, &d, sizeof d);
+            for (int i = 0; i < n; i++) block[q8_place(r % LANES, i)] = (char)q[i];
+        }
     return top;
 }
 
@@ -1132,7 +1137,7 @@ static void dots(float *y, size_t ldy, const void *x, const void *w, int kind, i
     });
 }
 
-void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {
+void scores_of(float *s, const void *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {
     dots(s, (size_t)n, q, k, dtype, m, n, D, 0, scale, next);
 }
 
@@ -1149,10 +1154,6 @@ void q8_queries(Q8Query *to, const float *q, int m, int D) {
                 for (int j = 0; j < 4; j++) to->factor[4 * r + j] = factor;
                 for (int j = 0; j < n; j += 8) memcpy(to->t[j / 8][r], t + j, 8 * sizeof *t);
             }
-}
-
-void q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, float scale, Ahead next) {
-    dots(s, (size_t)n, q, k, ROWS_Q8, m, n, D, 0, scale, next);
 }
 
 void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next) {
@@ -1182,12 +1183,11 @@ float max_f32(const float *x, int n) { return simd.max(x, (size_t)n); }
 void to_f32(float *dst, const void *src, int dtype, size_t n) { simd.widen[dtype](dst, src, n); }
 
 void q8_pack(char *o, const float *x, int D) {
-    for (int b = 0; b < D; b += Q8_BLOCK) {
-        int n = min_int(Q8_BLOCK, D - b);
+    for (int b = 0, n; b < D; b += n, o += 2 + n) {
         uint16_t d;
+        n = min_int(Q8_BLOCK, D - b);
         q8_block_of(&d, (signed char *)o + 2, x + b, n);
         memcpy(o, &d, 2);
-        o += 2 + n;
     }
 }
 
@@ -1206,15 +1206,12 @@ static void hadamard(float *y, int n, int m) {
 
 // A block of n values.
 static void q4_pack_block(char *o, const float *x, int n) {
-    float y[Q4_BLOCK], top = 0;
-    int m = q4_part(n), words = q4_words(n), bad = 0;
+    float y[Q4_BLOCK];
+    int m = q4_part(n), words = q4_words(n);
+    uint16_t d;
     memcpy(y, x, (size_t)n * sizeof *y);
     hadamard(y, n, m);
-    for (int i = 0; i < n; i++) {
-        top = fmaxf(top, fabsf(y[i]));
-        bad |= !isfinite(y[i]);
-    }
-    uint16_t d = f32_to_f16(bad ? NAN : top / (float)(15 * m));
+    block_scale(&d, y, n, (float)(15 * m));
     uint32_t plane[4] = {0};
     float unit = f16_to_f32(d) * (float)m;
     for (int i = 0; i < n; i++) {
