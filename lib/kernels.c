@@ -1036,23 +1036,19 @@ void tensor_row(float *dst, const Tensor *w, int r) {
     }
 }
 
-// x (T,K) as blocks of whole numbers, in the room; *unit (T,blocks) what a 1 stands for in each.
-static const int16_t *whole_rows(const float *x, int T, int K, const float **unit) {
-    size_t blocks = q8_blocks(K);
-    int16_t *to = product_room(T * blocks * (Q8_BLOCK * sizeof *to + sizeof **unit));
-    float *units = (float *)(to + T * blocks * Q8_BLOCK);
-    *unit = units;
+// x (T,K) as the kernels of `kind` read it, in the room if not as it is. PAIRS: rounded to bf16. DT_Q8: as blocks of
+// whole numbers, and *unit (T,blocks), what a 1 stands for in each.
+static const void *form_of(const float *x, int T, int K, int kind, float **unit) {
+    if (kind != PAIRS && kind != DT_Q8) return x;
+    size_t blocks = q8_blocks(K), ldx = kind == PAIRS ? (size_t)K : blocks * Q8_BLOCK;
+    uint16_t *to = product_room(T * (ldx * sizeof *to + blocks * sizeof **unit));
+    *unit = (float *)(to + T * ldx);
     #pragma omp parallel for schedule(static) if ((size_t)T * K > 1 << 15)
-    for (int t = 0; t < T; t++)
-        simd.whole_blocks(to + t * blocks * Q8_BLOCK, units + t * blocks, x + (size_t)t * K, K);
-    return to;
-}
-
-// x (n) rounded to bf16, in the room.
-static const uint16_t *rounded(const float *x, size_t n) {
-    uint16_t *to = product_room(n * sizeof *to);
-    #pragma omp parallel for schedule(static) if (n > 1 << 15)
-    for (size_t i = 0; i < n; i++) to[i] = bf16_nearest(x[i]);
+    for (int t = 0; t < T; t++) {
+        const float *row = x + (size_t)t * K;
+        if (kind == DT_Q8) simd.whole_blocks((int16_t *)to + t * ldx, *unit + t * blocks, row, K);
+        else for (int i = 0; i < K; i++) to[t * ldx + i] = bf16_nearest(row[i]);
+    }
     return to;
 }
 
@@ -1075,8 +1071,9 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
     int panel = q8 ? LANES : panels ? PANEL : ROW_BLOCK, wide = T >= WIDE_T && w->dtype != DT_F32 && !pairs && !q8;
     size_t size = dtype_size(w->dtype), block_size = wide_row_block(K), ldy = (size_t)w->rows;
     size_t ldx = q8 ? q8_blocks(K) * Q8_BLOCK : (size_t)K, x_size = pairs || q8 ? 2 : 4;
-    const float *unit = NULL;
-    const void *form = q8 ? whole_rows(x, T, K, &unit) : pairs ? (const void *)rounded(x, T * ldx) : x;
+    int kind = pairs ? PAIRS : w->dtype;
+    float *unit = NULL;
+    const void *form = form_of(x, T, K, kind, &unit);
     float *room = wide ? product_room(n_threads() * block_size * sizeof *room) : NULL;
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
     for (int t = 0; t < T; t += T_BLOCK)
@@ -1102,7 +1099,7 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
                         block.w = (const char *)own;
                         block.ldw = (size_t)block.K * sizeof *own;
                     }
-                    simd.dots[wide ? DT_F32 : pairs ? PAIRS : w->dtype](&block);
+                    simd.dots[wide ? DT_F32 : kind](&block);
                 }
 }
 
