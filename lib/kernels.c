@@ -278,7 +278,8 @@ INLINE Vec vec_of_row(const char *row, int kind, size_t d, int n) {
 INLINE F32 fold_to_quarters(const Vec *a) {
     if (WIDTH == 4) return (a->p[0] + a->p[PARTS / 2]) + (a->p[PARTS / 4] + a->p[PARTS - 1]);
     F32 x[4];
-    UNROLL for (int i = 0; i < WIDTH / 4; i++) x[i] = PARTS == 1 ? a[4 * i].p[0] : a[4 * i].p[0] + a[4 * i].p[PARTS - 1];
+    UNROLL for (int i = 0; i < WIDTH / 4; i++)
+        x[i] = PARTS == 1 ? a[4 * i].p[0] : a[4 * i].p[0] + a[4 * i].p[PARTS - 1];
     if (WIDTH == 8) return FOLD(F32, x[0], x[1], 4);
     return FOLD(F32, FOLD(F32, x[0], x[2], 8), FOLD(F32, x[1], x[3], 8), 4);
 }
