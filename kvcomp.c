@@ -1120,8 +1120,8 @@ static int tile_scores(const Session *s, int l, const KVHead *hd, const View *w,
     TileRows k = tile_read(s, hd, w, t, OF_K, many, end);
     int D = s->c->D;
     float scale = 1 / sqrtf((float)D);
-    if (k.dtype == ROWS_Q8) q8_scores(t->sc, t->q8, k.x, t->m, t->n, D, scale, k.next);
-    else scores_of(t->sc, t->q, k.x, k.dtype, t->m, t->n, D, scale, k.next);
+    const void *q = k.dtype == ROWS_Q8 ? (const void *)t->q8 : t->q;
+    scores_of(t->sc, q, k.x, k.dtype, t->m, t->n, D, scale, k.next);
     if (t->skip_v) skip_cells(t);
     return mask_tile(s, l, hd, t, t->sc, (size_t)t->n, 1);
 }

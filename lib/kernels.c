@@ -73,6 +73,7 @@ typedef int16_t  I16 __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t U16 __attribute__((vector_size(4 * WIDTH)));
 typedef uint64_t U64 __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Half __attribute__((vector_size(2 * WIDTH)));         // WIDTH numbers of 16 bits
+typedef signed char Bytes __attribute__((vector_size(2 * WIDTH)));
 typedef uint64_t HalfU64 __attribute__((vector_size(2 * WIDTH)));
 typedef struct { F32 p[PARTS]; } Vec;
 typedef struct { I32 p[PARTS]; } Ints;
@@ -94,18 +95,17 @@ typedef struct { I32 p[PARTS]; } Ints;
 #define SHUFFLE(a, b, LIST, n) __builtin_shuffle(a, b, (I32){ PLACES(LIST, n) })
 #endif
 
-// The lists. Of each four places two of a and then of b: the first (n 0) or the last (n 2), the even or the odd
-// ones (n 1). The first or the last four (n 4) of eight, and eight (n 8) of sixteen. The n-th four, again and
-// again. Each place with the bits of n turned around.
-#define TWOS(n, i)   ((i) / 4 * 4 + (i) % 2 + (i) / 2 % 2 * WIDTH + (n))
-#define EVEN(n, i)   ((i) / 4 * 4 + (i) % 2 * 2 + (i) / 2 % 2 * WIDTH + (n))
-#define FOURS(n, i)  ((i) / 4 * 8 + (i) % 4 + (n))
-#define EIGHTS(n, i) ((i) / 8 * 16 + (i) % 8 + (n))
-#define FOUR(n, i)   (4 * (n) + (i) % 4)
-#define ACROSS(n, i) ((i) ^ (n))
+// The lists: each place with the bits of n turned around; the n-th four, again and again; of each 2 n places the first
+// or the second n, of a and of b by turns. Where n is 1 that is so for pairs: a0 a2 b0 b2 or a1 a3 b1 b3 of each four,
+// for which all sets have an instruction.
+#define ACROSS(n, i) (((i) ^ (n)) % WIDTH)
+#define FOUR(n, i)   ((4 * (n) + (i) % 4) % WIDTH)
+#define FIRST(n, i)  ((n) == 1 ? (i) / 4 * 4 + (i) % 2 * 2 + (i) / 2 % 2 * WIDTH \
+                               : (i) / (2 * (n)) * 2 * (n) + (i) % (n) + (i) / (n) % 2 * WIDTH)
+#define SECOND(n, i) ((FIRST(n, i) + (n)) % (2 * WIDTH))
 
-// A step of a fold: one half of x beside the same half of y, plus the other halves.
-#define FOLD(type, x, y, LIST, n) ((type)SHUFFLE(x, y, LIST, 0) + (type)SHUFFLE(x, y, LIST, n))
+// A step of a fold: of each 2 n places the two halves are added, and x and y take turns.
+#define FOLD(type, x, y, n) ((type)SHUFFLE(x, y, FIRST, n) + (type)SHUFFLE(x, y, SECOND, n))
 
 // ---- what a set adds: x y + z rounded once, numbers of 16 and 8 bits as 32, products of pairs
 // reg_fma       x y + z
@@ -153,10 +153,10 @@ INLINE I32 reg_madd(I32 sum, I16 a, I16 b) {
 #else
 INLINE I32 reg_words(const void *p) { return __builtin_convertvector(reg_half(p), I32); }
 
-// Bytes 2 i and 2 i + 1 stand in lane i.
 INLINE I16 reg_pairs(const void *p) {
-    I32 u = reg_words(p);
-    return (I16)((u << 24 >> 24 & 0xffff) | (u << 16 >> 24 << 16));
+    Bytes b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, I16);
 }
 
 INLINE I32 reg_bytes(const void *p) {
@@ -235,11 +235,12 @@ VECTOR_FUNCTION(vec_fma, (Vec x, Vec y, Vec z), reg_fma(x.p[i], y.p[i], z.p[i]))
 VECTOR_FUNCTION(vec_max, (Vec x, Vec y), reg_max(x.p[i], y.p[i]))
 VECTOR_FUNCTION(vec_negative, (Vec x), -x.p[i])
 VECTOR_FUNCTION(vec_of_ints, (Ints x), __builtin_convertvector(x.p[i], F32))
+VECTOR_FUNCTION(vec_repeat, (F32 x), x)
 
-// A vector of the n numbers of a kind at p, as f32; the lanes from n on are 0. PAIRS: two numbers of 16 bits in each
-// lane, as they are.
+// A vector of the n numbers of a kind at p, as f32; the lanes from n on are 0. ROWS_Q8: bytes. PAIRS: two numbers of 16
+// bits in each lane, as they are.
 INLINE Vec vec_load(const void *p, int kind, int n) {
-    size_t size = kind == DT_F32 ? 4 : 2;
+    size_t size = kind == ROWS_Q8 ? 1 : dtype_size(kind);
     int whole = kind >= PAIRS ? 2 * LANES : LANES;
     char part[LANES * 4] = {0};
     const char *at = n < whole ? memcpy(part, p, (size_t)n * size) : p;
@@ -249,9 +250,14 @@ INLINE Vec vec_load(const void *p, int kind, int n) {
         if (kind == DT_F32 || kind >= PAIRS) memcpy(&x.p[i], from, sizeof x.p[i]);
         if (kind == DT_F16) x.p[i] = reg_from_f16(reg_half(from));
         if (kind == DT_BF16) x.p[i] = (F32)(reg_words(from) << 16);
+        if (kind == ROWS_Q8) x.p[i] = __builtin_convertvector(reg_bytes(from), F32);
     }
     return x;
 }
+
+// The vectors of n numbers: each begins at i, and `width` of its lanes are there, all but in the last one.
+#define EACH_VECTOR(i, width, n) \
+    for (size_t i = 0, last_ = (size_t)(n), width; width = min_size(last_ - i, LANES), i < last_; i += LANES)
 
 // p (n) = the first n lanes.
 INLINE void vec_store(float *p, Vec x, int n) {
@@ -259,29 +265,23 @@ INLINE void vec_store(float *p, Vec x, int n) {
     else memcpy(p, &x, min_size((size_t)n, LANES) * sizeof *p);
 }
 
-// Of a row of a kind, the n numbers from column d on. Those of q8_0 are scale times integer, of whole vectors.
-INLINE Vec vec_of_row(const char *row, int kind, int d, int n) {
+// Of a row of a kind, the n numbers from column d on. Those of q8_0 are scale times integer.
+INLINE Vec vec_of_row(const char *row, int kind, size_t d, int n) {
     if (kind != ROWS_Q8) return vec_load(row + d * dtype_size(kind), kind, n);
     uint16_t scale;
     row += d / Q8_BLOCK * (Q8_BLOCK + 2);
     memcpy(&scale, row, sizeof scale);
-    F32 f = reg_from_f16(scale - (Half){0});
-    Vec x;
-    EACH_REG(i) x.p[i] = __builtin_convertvector(reg_bytes(row + 2 + d % Q8_BLOCK + i * WIDTH), F32) * f;
-    return x;
+    return vec_mul(vec_load(row + 2 + d % Q8_BLOCK, kind, n), vec_repeat(reg_from_f16(scale - (Half){0})));
 }
 
 // One register of the folds 8 onto 8 and 4 onto 4 of WIDTH / 4 vectors: a[0], a[4] .. a quarter each.
 INLINE F32 fold_to_quarters(const Vec *a) {
-#if defined(__AVX512F__)
-    F32 x = FOLD(F32, a[0].p[0], a[4].p[0], EIGHTS, 8), y = FOLD(F32, a[8].p[0], a[12].p[0], EIGHTS, 8);
-    return FOLD(F32, x, y, FOURS, 4);
-#elif defined(__AVX2__)
-    F32 x = a[0].p[0] + a[0].p[1], y = a[4].p[0] + a[4].p[1];
-    return FOLD(F32, x, y, FOURS, 4);
-#else
-    return (a->p[0] + a->p[2]) + (a->p[1] + a->p[3]);
-#endif
+    if (WIDTH == 4) return (a->p[0] + a->p[PARTS / 2]) + (a->p[PARTS / 4] + a->p[PARTS - 1]);
+    F32 x[4];
+    UNROLL for (int i = 0; i < WIDTH / 4; i++)
+        x[i] = PARTS == 1 ? a[4 * i].p[0] : a[4 * i].p[0] + a[4 * i].p[PARTS - 1];
+    if (WIDTH == 8) return FOLD(F32, x[0], x[1], 4);
+    return FOLD(F32, FOLD(F32, x[0], x[2], 8), FOLD(F32, x[1], x[3], 8), 4);
 }
 
 // out (n) = scale * the sum of the lanes of each of a (n), in the order that every set keeps. WIDTH vectors
@@ -292,8 +292,7 @@ INLINE void vec_folds(float *out, const Vec *a, int n, float scale) {
         F32 q[4];
         UNROLL for (int j = 0; j < WIDTH; j++) v[j] = a[i + j < n ? i + j : n - 1];
         UNROLL for (int j = 0; j < 4; j++) q[j] = fold_to_quarters(v + j);
-        F32 x = FOLD(F32, q[0], q[1], TWOS, 2), y = FOLD(F32, q[2], q[3], TWOS, 2);
-        F32 sum = FOLD(F32, x, y, EVEN, 1) * scale;
+        F32 sum = FOLD(F32, FOLD(F32, q[0], q[1], 2), FOLD(F32, q[2], q[3], 2), 1) * scale;
         memcpy(out + i, &sum, (n - i < WIDTH ? n - i : WIDTH) * sizeof *out);
     }
 }
@@ -308,20 +307,17 @@ INLINE float vec_fold(Vec x) {
 INLINE float vec_largest(Vec x) {
     F32 top = x.p[0];
     UNROLL for (int i = 1; i < PARTS; i++) top = reg_max(top, x.p[i]);
-#if defined(__AVX512F__)
-    top = reg_max(top, SHUFFLE(top, top, EIGHTS, 8));
-#endif
-#if defined(__AVX2__)
-    top = reg_max(top, SHUFFLE(top, top, FOURS, 4));
-#endif
-    top = reg_max(top, SHUFFLE(top, top, TWOS, 2));
-    return top[0] > top[1] ? top[0] : top[1];
+    if (WIDTH > 8) top = reg_max(top, SHUFFLE(top, top, ACROSS, 8));
+    if (WIDTH > 4) top = reg_max(top, SHUFFLE(top, top, ACROSS, 4));
+    top = reg_max(top, SHUFFLE(top, top, ACROSS, 2));
+    return reg_max(top, SHUFFLE(top, top, ACROSS, 1))[0];
 }
 
 // ---- memory that is read next
-// Decode reads every row once, so it is as fast as memory is. A kernel asks for what is read after it while it
-// computes, as many bytes as it reads itself: a burst of requests would fill the queue to memory and then leave
-// it idle. Rows of attention that the caller names no successor of are asked for FEW_AHEAD bytes further on.
+// Decode reads every row once, so it is as fast as memory is. A kernel asks for what is read after it (next) while
+// its first rows of x meet w, as many bytes as it reads itself: a burst of requests would fill the queue to memory
+// and then leave it idle. Rows of attention that the caller names no successor of are asked for FEW_AHEAD bytes
+// further on (rows_ahead).
 // No bit depends on it. Asked for in bursts of 64 columns of four rows, and not with every vector, the products of
 // a decode step with weights in memory take a tenth longer (Zen 5, one thread, in turns).
 enum { FEW_AHEAD = 4096 };
@@ -352,15 +348,12 @@ INLINE void dots_columns(Vec *acc, const char *const *x, const char *w, size_t l
 }
 
 // The tiles of M rows of x from i0 on, of which m are there, with rows of w from j on, N at a time as long as
-// there are so many -> the first row of w that is left. Missing rows of x repeat the last one. may_ask 0:
-// they have asked already for what is read next.
-INLINE int dots_tiles(const KernelBlock *a, int kind, int M, int N, int i0, int m, int j, int may_ask) {
+// there are so many -> the first row of w that is left. Missing rows of x repeat the last one.
+INLINE int dots_tiles(const KernelBlock *a, int kind, int M, int N, int i0, int m, int j) {
     size_t size = dtype_size(kind), ldw = a->ldw, ldy = a->ldy, x_size = kind >= PAIRS ? 2 : 4;
     size_t columns = kind >= PAIRS ? 2 * LANES : LANES, step = N * columns * size;
-    int K = a->K, near = !a->next.p && kind != DT_F32, asks = may_ask && (a->next.bytes || near);
-    const char *w = a->w + j * ldw;
-    const char *ahead = near ? w + FEW_AHEAD : a->next.p;
-    if (a->next.p) ahead += (size_t)j * K * size;
+    int K = a->K, asks = !i0 && a->next.bytes;
+    const char *w = a->w + j * ldw, *ahead = a->next.p + j * K * size;
     float *y = a->y + (size_t)i0 * ldy;
     const char *x[MR];
     UNROLL for (int i = 0; i < M; i++)
@@ -395,12 +388,12 @@ INLINE void dots_block(const KernelBlock *a, int kind) {
         int left = a->m - i, j = 0;
         m = left > 1 ? min_int(left, MR) : 1;
         if (m > 1) {
-            j = dots_tiles(a, kind, MR, NR, i, m, j, !i);
-            dots_tiles(a, kind, MR, 1, i, m, j, 0);
+            j = dots_tiles(a, kind, MR, NR, i, m, j);
+            dots_tiles(a, kind, MR, 1, i, m, j);
         } else {
-            j = dots_tiles(a, kind, 1, N1, i, m, j, !i);
-            j = dots_tiles(a, kind, 1, NR, i, m, j, !i);
-            dots_tiles(a, kind, 1, 1, i, m, j, 0);
+            j = dots_tiles(a, kind, 1, N1, i, m, j);
+            j = dots_tiles(a, kind, 1, NR, i, m, j);
+            dots_tiles(a, kind, 1, 1, i, m, j);
         }
     }
 }
@@ -460,13 +453,9 @@ INLINE Ints q8_block(const Q8Query *q, int b, const signed char *u) {
     UNROLL for (int c = 0; c < Q8_BLOCK / 8; c += WIDTH / 4) {
         I32 key = (I32)reg_pairs(u + 8 * c);
         sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 0), t[c]);
-#if defined(__AVX2__)
-        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 1), t[c + 1]);
-#endif
-#if defined(__AVX512F__)
-        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 2), t[c + 2]);
-        sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 3), t[c + 3]);
-#endif
+        if (WIDTH > 4) sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 1), t[c + 1]);
+        if (WIDTH > 8) sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 2), t[c + 2]);
+        if (WIDTH > 8) sum = q8_eight(sum, SHUFFLE(key, key, FOUR, 3), t[c + 3]);
     }
     return sum;
 }
@@ -477,8 +466,8 @@ INLINE Vec q8_sums(const Ints *a) {
     EACH_REG(i) {
         F32 v[4];
         UNROLL for (int j = 0; j < 4; j++) v[j] = (F32)a[j].p[i];       // as floats: cheaper instructions
-        F32 x = (F32)FOLD(I32, v[0], v[1], TWOS, 2), y = (F32)FOLD(I32, v[2], v[3], TWOS, 2);
-        sum.p[i] = FOLD(I32, x, y, EVEN, 1);
+        UNROLL for (int j = 0; j < 2; j++) v[j] = (F32)FOLD(I32, v[2 * j], v[2 * j + 1], 2);
+        sum.p[i] = FOLD(I32, v[0], v[1], 1);
     }
     return vec_of_ints(sum);
 }
@@ -488,10 +477,7 @@ INLINE Vec four_f16(const char *const *p, size_t at) {
     uint16_t h[4];
     UNROLL for (int j = 0; j < 4; j++) memcpy(&h[j], p[j] + at, sizeof *h);
     uint64_t four = h[0] | (uint64_t)h[1] << 16 | (uint64_t)h[2] << 32 | (uint64_t)h[3] << 48;
-    F32 x = reg_from_f16((Half)(four - (HalfU64){0}));
-    Vec v;
-    EACH_REG(i) v.p[i] = x;
-    return v;
+    return vec_repeat(reg_from_f16((Half)(four - (HalfU64){0})));
 }
 
 // Four rows of w, from j on, by four rows of x, for the `blocks` blocks from column k0 on. Missing rows of w
@@ -512,13 +498,13 @@ INLINE Vec q8_tile(const KernelBlock *a, const Q8Query *q, int j, int k0, int bl
 
 // dots[ROWS_Q8]
 static void dots_q8(const KernelBlock *a) {
-    int pieces = q8_pieces(a->K), near = !a->next.p;
+    int pieces = q8_pieces(a->K);
     for (int k0 = 0; k0 < a->K; k0 += Q8_COLS) {
         int blocks = min_int(a->K - k0, Q8_COLS) / Q8_BLOCK, add = k0 || a->add;
         for (int i = 0; i < a->m; i += 4) {
             const Q8Query *q = (const Q8Query *)a->x + i / 4 * pieces + k0 / Q8_COLS;
-            const char *ahead = near ? a->w + FEW_AHEAD : a->next.p;
-            int asks = !i && !k0 && (near || a->next.bytes), rows = min_int(a->m - i, 4);
+            const char *ahead = a->next.p;
+            int asks = !i && !k0 && a->next.bytes, rows = min_int(a->m - i, 4);
             for (int j = 0; j < a->n; j += 4, ahead += 4 * a->ldw) {
                 float sum[4][4];
                 int n = min_int(a->n - j, 4);
@@ -574,11 +560,9 @@ INLINE void mix_tile(const KernelBlock *a, int kind, int M, int i0, int m, int d
 // and the others would leave it idle.
 INLINE void mix_rows(const KernelBlock *a, int kind, int M, int i0, int m) {
     int d = 0, D = a->K, passes = max_int(1, D / (NV * LANES));
-    size_t row = kind_bytes(kind, D), share = 0;
+    size_t share = 0;
     Ahead next = a->next;
-    if (!next.p && kind == DT_F32) next = (Ahead){ a->w, 0 };
-    if (!next.p) next = (Ahead){ a->w + (passes > 1 ? a->n : 16) * row, a->n * row };
-    if (!i0 && next.bytes) share = (next.bytes / ((size_t)a->n * passes) + 63) / 64 * 64;
+    if (!i0) share = (next.bytes / ((size_t)a->n * passes) + 63) / 64 * 64;
     for (; d + NV * LANES <= D; d += NV * LANES, next.p += a->n * share)
         mix_tile(a, kind, M, i0, m, d, NV, LANES, next.p, share);
     for (; d + LANES <= D; d += LANES) mix_tile(a, kind, M, i0, m, d, 1, LANES, next.p, 0);
@@ -605,9 +589,13 @@ INLINE Vec vec_polynomial(Vec x, const float *c, int n) {
     return p;
 }
 
+// factor x, rounded to whole numbers: adding 1.5 * 2^23 leaves no bits for a fraction.
+INLINE Vec vec_whole(Vec x, float factor) {
+    return vec_add(vec_fma(x, vec_all(factor), vec_all(12582912)), vec_all(-12582912));
+}
+
 // e^x in every lane, x at most 150. With x = k ln 2 + r and |r| <= ln 2 / 2, e^x = 2^k e^r:
-//   k    is x / ln 2 rounded. Adding 1.5 * 2^23 leaves no bits for a fraction, and subtracting it again leaves
-//        the integer.
+//   k    is x / ln 2 rounded.
 //   r    is x - k ln 2, with ln 2 as the sum of two numbers, so that r is exact to f32.
 //   e^r  is 1 + r + r^2 (c2 + c3 r + .. + c6 r^4), a minimax polynomial with relative error 3.1e-9.
 // The clamp at -150 makes 0 of everything below the smallest subnormal, and of the NaN that -INFINITY -
@@ -615,12 +603,9 @@ INLINE Vec vec_polynomial(Vec x, const float *c, int n) {
 INLINE Vec vec_exp(Vec x) {
     static const float c[] = { 0.499999934f, 0.166665206f, 0.0416683880f, 0.00836871688f, 0.00138145986f };
     x = vec_max(x, vec_all(-150));
-    Vec k = vec_fma(x, vec_all(LOG2_E), vec_all(12582912));
-    k = vec_add(k, vec_all(-12582912));
-    Vec r = vec_fma(k, vec_all(-0.693145752f), x);
-    r = vec_fma(k, vec_all(-1.42860677e-6f), r);
-    Vec p = vec_polynomial(r, c, 5);
-    p = vec_add(vec_fma(vec_mul(r, r), p, r), vec_all(1));
+    Vec k = vec_whole(x, LOG2_E);
+    Vec r = vec_fma(k, vec_all(-1.42860677e-6f), vec_fma(k, vec_all(-0.693145752f), x));
+    Vec p = vec_add(vec_fma(vec_mul(r, r), vec_polynomial(r, c, 5), r), vec_all(1));
     EACH_REG(i) p.p[i] = reg_scale(p.p[i], k.p[i]);
     return p;
 }
@@ -632,73 +617,58 @@ INLINE Vec vec_exp2(Vec x) {
     static const float c[] = { 1, 0.693147182f, 0.240226477f, 0.0555033237f, 0.00961843692f, 0.00133988750f,
                                0.000153533620f };
     x = vec_max(x, vec_all(-150));
-    Vec k = vec_add(x, vec_all(12582912));
-    k = vec_add(k, vec_all(-12582912));
-    Vec r = vec_fma(k, vec_all(-1), x);
-    Vec p = vec_polynomial(r, c, 7);
+    Vec k = vec_whole(x, 1), p = vec_polynomial(vec_fma(k, vec_all(-1), x), c, 7);
     EACH_REG(i) p.p[i] = reg_scale(p.p[i], k.p[i]);
     return p;
 }
 
-// Kernels.exp_shift. The last vector is filled up with -INFINITY, whose exponential adds 0 to the sum.
+// x = exp(x + shift) for at most one vector -> what is stored: 0 in the other lanes.
+INLINE Vec exp_step(float *x, Vec shift, int n) {
+    Vec e = vec_exp(vec_add(vec_load(x, DT_F32, n), shift));
+    vec_store(x, e, n);
+    return n == LANES ? e : vec_load(x, DT_F32, n);
+}
+
+// Kernels.exp_shift
 static void exp_row(float *x, float max, size_t n, float *sum) {
     Vec shift = vec_all(-max), total = vec_all(0);
     size_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        Vec e = vec_exp(vec_add(vec_load(x + i, DT_F32, LANES), shift));
-        vec_store(x + i, e, LANES);
-        total = vec_add(total, e);
-    }
-    if (i < n) {
-        float part[LANES];
-        for (int j = 0; j < LANES; j++) part[j] = i + j < n ? x[i + j] : -INFINITY;
-        Vec e = vec_exp(vec_add(vec_load(part, DT_F32, LANES), shift));
-        vec_store(x + i, e, (int)(n - i));
-        total = vec_add(total, e);
-    }
+    for (; i + LANES <= n; i += LANES) total = vec_add(total, exp_step(x + i, shift, LANES));
+    if (i < n) total = vec_add(total, exp_step(x + i, shift, (int)(n - i)));
     *sum += vec_fold(total);
 }
 
-// Kernels.softmax_columns for a vector of columns, of which `width` are there; rows of x are m elements apart.
-INLINE void softmax_strip(float *x, int n, size_t m, float *max, float *sum, int width) {
-    // the maximum of each column, from the one of earlier rows on
-    Vec top = vec_load(max, DT_F32, width);
-    for (int j = 0; j < n; j++) top = vec_max(vec_load(x + j * m, DT_F32, width), top);
-
-    // what was summed up under the old maximum, as it is under the new one
-    Vec shift = vec_negative(top), factor = vec_exp2(vec_add(vec_load(max, DT_F32, width), shift));
-    Vec total = vec_mul(vec_load(sum, DT_F32, width), factor);
-
-    // the powers, and their sum
-    for (int j = 0; j < n; j++) {
-        Vec e = vec_exp2(vec_add(vec_load(x + j * m, DT_F32, width), shift));
-        vec_store(x + j * m, e, width);
-        total = vec_add(total, e);
-    }
-    vec_store(max, top, width);
-    vec_store(sum, total, width);
-}
-
-// Kernels.softmax_columns: strips of one vector, then what is left of one.
+// Kernels.softmax_columns, a vector of columns after the other.
 static void softmax_tile(float *x, int n, int m, float *max, float *sum) {
-    int c = 0;
-    for (; c + LANES <= m; c += LANES) softmax_strip(x + c, n, (size_t)m, max + c, sum + c, LANES);
-    if (c < m) softmax_strip(x + c, n, (size_t)m, max + c, sum + c, m - c);
+    EACH_VECTOR(c, width, m) {
+        // the maximum of each column, from the one of earlier rows on
+        Vec before = vec_load(max + c, DT_F32, width), top = before;
+        for (int j = 0; j < n; j++) top = vec_max(vec_load(x + j * (size_t)m + c, DT_F32, width), top);
+
+        // what was summed up under the old maximum, as it is under the new one
+        Vec shift = vec_negative(top), factor = vec_exp2(vec_add(before, shift));
+        Vec total = vec_mul(vec_load(sum + c, DT_F32, width), factor);
+
+        // the powers, and their sum
+        for (int j = 0; j < n; j++) {
+            float *at = x + j * (size_t)m + c;
+            Vec e = vec_exp2(vec_add(vec_load(at, DT_F32, width), shift));
+            vec_store(at, e, width);
+            total = vec_add(total, e);
+        }
+        vec_store(max + c, top, width);
+        vec_store(sum + c, total, width);
+    }
 }
 
-// g (n) = g / (1 + e^-g) * u for at most one vector. Below -150, e^150 is an infinity.
-INLINE void swiglu_step(float *g, const float *u, int n) {
-    Vec x = vec_load(g, DT_F32, n), v = vec_load(u, DT_F32, n);
-    Vec e = vec_exp(vec_negative(vec_max(x, vec_all(-150))));
-    EACH_REG(i) x.p[i] = x.p[i] / (1 + e.p[i]) * v.p[i];
-    vec_store(g, x, n);
-}
-
-// Kernels.swiglu
+// Kernels.swiglu: g (n) = g / (1 + e^-g) * u. Below -150, e^150 is an infinity.
 static void swiglu_row(float *g, const float *u, size_t n) {
-    size_t i = 0;
-    for (; i + LANES <= n; i += LANES) swiglu_step(g + i, u + i, LANES);
-    if (i < n) swiglu_step(g + i, u + i, (int)(n - i));
+    EACH_VECTOR(i, width, n) {
+        Vec x = vec_load(g + i, DT_F32, width), v = vec_load(u + i, DT_F32, width);
+        Vec e = vec_exp(vec_negative(vec_max(x, vec_all(-150))));
+        EACH_REG(r) x.p[r] = x.p[r] / (1 + e.p[r]) * v.p[r];
+        vec_store(g + i, x, width);
+    }
 }
 
 // ---- the largest numbers
@@ -722,69 +692,45 @@ static int count_at_least(const float *x, int n, uint32_t key) {
 
 // ---- from and to f32
 
-// dst (n) = src (n), which is of dtype.
-INLINE void widen_row(float *dst, const char *src, int dtype, size_t n) {
-    size_t size = dtype == DT_F32 ? 4 : 2, i = 0;
-    for (; i + LANES <= n; i += LANES) vec_store(dst + i, vec_load(src + i * size, dtype, LANES), LANES);
-    int left = (int)(n - i);
-    if (left > 0) vec_store(dst + i, vec_load(src + i * size, dtype, left), left);
+// dst (n) = src (n) of a kind.
+INLINE void widen_row(float *dst, const char *src, int kind, size_t n) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) vec_store(dst + i, vec_of_row(src, kind, i, LANES), LANES);
+    if (i < n) vec_store(dst + i, vec_of_row(src, kind, i, (int)(n - i)), (int)(n - i));
 }
 
 static void widen_f32(float *dst, const void *src, size_t n)  { widen_row(dst, src, DT_F32, n); }
 static void widen_f16(float *dst, const void *src, size_t n)  { widen_row(dst, src, DT_F16, n); }
 static void widen_bf16(float *dst, const void *src, size_t n) { widen_row(dst, src, DT_BF16, n); }
 
-// Kernels.unpack_q8. A row is blocks of Q8_BLOCK columns, the last one perhaps shorter: an f16 scale, then a
-// byte a column.
+// Kernels.unpack_q8
 static void unpack_q8_rows(float *dst, const char *src, int n, int D) {
-    for (int r = 0; r < n; r++) {
-        for (int col = 0; col < D; col += Q8_BLOCK) {
-            int m = min_int(D - col, Q8_BLOCK);
-            uint16_t d;
-            memcpy(&d, src, sizeof d);
-            float scale = f16_to_f32(d);
-            const signed char *q = (const signed char *)src + sizeof d;
-            for (int i = 0; i < m; i++) dst[i] = scale * q[i];
-            src += sizeof d + m;
-            dst += m;
-        }
-    }
+    for (; n > 0; n--, dst += D, src += q8_bytes(D)) widen_row(dst, src, ROWS_Q8, (size_t)D);
 }
 
-// A step of a Hadamard transform within 16 numbers: of those at i and i + s, where i lacks the bit s, the sum and
-// the difference. Steps of small integers are exact.
+// A step of a Hadamard transform of 16 numbers: of those at i and i + s, where i lacks the bit s, the sum and the
+// difference. They stand in one register, or s / WIDTH registers from each other. Steps of small integers are exact.
 #define SIGN(s, i) ((i) & (s) ? -1 : 1)
-#define STEP_WITHIN(x, s) EACH_REG(i) \
-    (x).p[i] = reg_fma((x).p[i], (F32){ PLACES(SIGN, s) }, SHUFFLE((x).p[i], (x).p[i], ACROSS, s))
-
-// The same where the two stand in different registers, `apart` registers from each other.
-INLINE Vec step_between(Vec x, int apart) {
-    Vec y = x;
-    EACH_REG(i) y.p[i] = i & apart ? x.p[i ^ apart] - x.p[i] : x.p[i] + x.p[i ^ apart];
-    return y;
-}
+#define HADAMARD_STEP(x, s) do { \
+    Vec y = x; \
+    EACH_REG(i) { \
+        if ((s) < WIDTH) (x).p[i] = reg_fma(y.p[i], (F32){ PLACES(SIGN, s) }, SHUFFLE(y.p[i], y.p[i], ACROSS, s)); \
+        else (x).p[i] = i & (s) / WIDTH ? y.p[i ^ (s) / WIDTH] - y.p[i] : y.p[i] + y.p[i ^ (s) / WIDTH]; \
+    } \
+} while (0)
 
 INLINE Vec hadamard_16(Vec x) {
-    STEP_WITHIN(x, 1);
-    STEP_WITHIN(x, 2);
-#if defined(__AVX2__)
-    STEP_WITHIN(x, 4);
-#else
-    x = step_between(x, 1);
-#endif
-#if defined(__AVX512F__)
-    STEP_WITHIN(x, 8);
-#else
-    x = step_between(x, 8 / WIDTH);
-#endif
+    HADAMARD_STEP(x, 1);
+    HADAMARD_STEP(x, 2);
+    HADAMARD_STEP(x, 4);
+    HADAMARD_STEP(x, 8);
     return x;
 }
 
 // Kernels.unpack_q4. The two halves of a block go through the transform as one number, first + 65536 second: of
-// sums of 16 odd numbers up to 15, which f32 holds exactly (240 * 65536 + 240 < 2^24). Adding 1.5 * 2^23 to it /
-// 65536 leaves the second one.
+// sums of 16 odd numbers up to 15, which f32 holds exactly (240 * 65536 + 240 < 2^24). It / 65536,
+// rounded, is the second one.
 static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
-    const Vec round = vec_all(12582912);
     for (size_t k = 0; k < n; k++, src += Q4_BYTES, dst += Q4_BLOCK) {
         uint16_t d;
         uint32_t plane[4];
@@ -799,7 +745,7 @@ static void unpack_q4_blocks(float *dst, const char *src, size_t n) {
             odd.p[i] = (I32)u - 0xf000f;
         }
         Vec both = hadamard_16(vec_of_ints(odd));
-        Vec second = vec_add(vec_fma(both, vec_all(1 / 65536.f), round), vec_negative(round));
+        Vec second = vec_whole(both, 1 / 65536.f);
         Vec first = vec_fma(second, vec_all(-65536), both), scale = vec_all(f16_to_f32(d));
         vec_store(dst, vec_mul(vec_add(first, second), scale), LANES);
         vec_store(dst + LANES, vec_mul(vec_add(first, vec_negative(second)), scale), LANES);
@@ -950,29 +896,25 @@ const char *const simd_names[] = {              // best first
 };
 static Kernels simd;                            // the one in use
 
-#if defined(KERNELS_X86)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni;
-
 // *k = the set of that name -> 0; -1: this processor or its operating system lacks something.
 static int simd_find(Kernels *k, const char *name) {
+#if defined(KERNELS_X86)
+    extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni;
+    const Kernels *sets[] = { &kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512vnni };
+    int set = 0;                                // each has what those before it have
     __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");        // and F16C
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-              && __builtin_cpu_supports("avx512vl");
-    int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    *k = !strcmp(name, "plain") ? kernels_plain : !strcmp(name, "avx2") ? kernels_avx2
-       : !strcmp(name, "avx512") ? kernels_avx512 : kernels_avx512vnni;
-    if (!strcmp(name, "plain")) return 0;
-    if (!strcmp(name, "avx2")) return avx2 - 1;
-    if (!strcmp(name, "avx512")) return avx512 - 1;
-    return vnni ? simd_x86(k, name) : -1;
-}
+    int can = !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ? 0             // and F16C
+            : !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")
+              || !__builtin_cpu_supports("avx512vl") ? 1
+            : !__builtin_cpu_supports("avx512vnni") ? 2 : 3;
+    while (set < 3 && strcmp(name, sets[set]->name)) set++;
+    *k = *sets[set];
+    return set > can ? -1 : set < 3 ? 0 : simd_x86(k, name);
 #else
-static int simd_find(Kernels *k, const char *name) {
     *k = PASTE(kernels_, SET);
     return strcmp(name, k->name) ? -1 : 0;
-}
 #endif
+}
 
 int simd_set(const char *name) {
     Kernels k;
@@ -1024,8 +966,8 @@ void *product_room(size_t bytes) {
 static size_t q8_blocks(int cols) { return ((size_t)cols + Q8_BLOCK - 1) / Q8_BLOCK; }
 
 // The block of row r and column c.
-static const char *q8_at(const Tensor *w, int r, int c) {
-    return (const char *)w->data + (r / LANES * q8_blocks(w->cols) + c / Q8_BLOCK) * Q8_PANEL;
+static char *q8_at(const Tensor *w, int r, int c) {
+    return (char *)w->data + (r / LANES * q8_blocks(w->cols) + c / Q8_BLOCK) * Q8_PANEL;
 }
 
 // Where the byte of column i of row r stands in its block, r < 16.
@@ -1035,46 +977,50 @@ size_t q8_tensor_bytes(int rows, int cols) {
     return ((size_t)rows + LANES - 1) / LANES * q8_blocks(cols) * Q8_PANEL;
 }
 
-// One block of n numbers: bytes q of the scale d, of which the largest number is 127. d is a NaN where some x is
-// none, or is infinite. Returns the size of the largest number; 0 if that is infinite.
-static float q8_block_of(uint16_t *d, signed char *q, const float *x, int n) {
+// *d = the largest of |x| (n) / units. It is a NaN where some x is none, or is infinite. Returns the size of the
+// largest number; 0 if that is infinite.
+static float block_scale(uint16_t *d, const float *x, int n, float units) {
     float top = 0;
     int bad = 0;
     for (int i = 0; i < n; i++) {
         top = fmaxf(top, fabsf(x[i]));
         bad |= !isfinite(x[i]);
     }
-    *d = f32_to_f16(bad ? NAN : top / 127);
-    float scale = f16_to_f32(*d);
+    *d = f32_to_f16(bad ? NAN : top / units);
+    return isfinite(top) ? top : 0;
+}
+
+// One block of n numbers: bytes q of the scale d, of which the largest number is 127. Returns what block_scale does.
+static float q8_block_of(uint16_t *d, signed char *q, const float *x, int n) {
+    float top = block_scale(d, x, n, 127), scale = f16_to_f32(*d);
     for (int i = 0; i < n; i++) {
         float u = scale > 0 ? rintf(x[i] / scale) : 0;
         if (u > 127) u = 127;               // the scale was rounded, so x may be past 127 of it
         if (u < -127) u = -127;
         q[i] = (signed char)u;
     }
-    return isfinite(top) ? top : 0;
+    return top;
 }
 
 // to (q8_tensor_bytes) = the matrix w of another dtype. Returns the size of its largest weight that is
 // finite: above Q8_MOST what stands in `to` is not the matrix.
 float q8_store(char *to, const Tensor *w) {
+    const Tensor q8 = { to, DT_Q8, w->rows, w->cols };
     float top = 0;
-    size_t size = dtype_size(w->dtype), blocks = q8_blocks(w->cols);
     memset(to, 0, q8_tensor_bytes(w->rows, w->cols));
     #pragma omp parallel for schedule(static) reduction(max:top)
-    for (int p = 0; p < (w->rows + LANES - 1) / LANES; p++)
-        for (int r = p * LANES; r < min_int((p + 1) * LANES, w->rows); r++)
-            for (int c = 0; c < w->cols; c += Q8_BLOCK) {
-                int n = min_int(Q8_BLOCK, w->cols - c);
-                float x[Q8_BLOCK];
-                signed char q[Q8_BLOCK];
-                uint16_t d;
-                to_f32(x, (const char *)w->data + ((size_t)r * w->cols + c) * size, w->dtype, n);
-                top = fmaxf(top, q8_block_of(&d, q, x, n));
-                char *block = to + (p * blocks + c / Q8_BLOCK) * Q8_PANEL;
-                memcpy(block + r % LANES * 2, &d, sizeof d);
-                for (int i = 0; i < n; i++) block[q8_place(r % LANES, i)] = (char)q[i];
-            }
+    for (int r = 0; r < w->rows; r++)
+        for (int c = 0; c < w->cols; c += Q8_BLOCK) {
+            int n = min_int(Q8_BLOCK, w->cols - c);
+            float x[Q8_BLOCK];
+            signed char q[Q8_BLOCK];
+            uint16_t d;
+            char *block = q8_at(&q8, r, c);
+            to_f32(x, (const char *)w->data + ((size_t)r * w->cols + c) * dtype_size(w->dtype), w->dtype, n);
+            top = fmaxf(top, q8_block_of(&d, q, x, n));
+            memcpy(block + r % LANES * 2, &d, sizeof d);
+            for (int i = 0; i < n; i++) block[q8_place(r % LANES, i)] = (char)q[i];
+        }
     return top;
 }
 
@@ -1091,23 +1037,19 @@ void tensor_row(float *dst, const Tensor *w, int r) {
     }
 }
 
-// x (T,K) as blocks of whole numbers, in the room; *unit (T,blocks) what a 1 stands for in each.
-static const int16_t *whole_rows(const float *x, int T, int K, const float **unit) {
-    size_t blocks = q8_blocks(K);
-    int16_t *to = product_room(T * blocks * (Q8_BLOCK * sizeof *to + sizeof **unit));
-    float *units = (float *)(to + T * blocks * Q8_BLOCK);
-    *unit = units;
+// x (T,K) as the kernels of `kind` read it, in the room if not as it is. PAIRS: rounded to bf16. DT_Q8: as blocks of
+// whole numbers, and *unit (T,blocks), what a 1 stands for in each.
+static const void *form_of(const float *x, int T, int K, int kind, float **unit) {
+    if (kind != PAIRS && kind != DT_Q8) return x;
+    size_t blocks = q8_blocks(K), ldx = kind == PAIRS ? (size_t)K : blocks * Q8_BLOCK;
+    uint16_t *to = product_room(T * (ldx * sizeof *to + blocks * sizeof **unit));
+    *unit = (float *)(to + T * ldx);
     #pragma omp parallel for schedule(static) if ((size_t)T * K > 1 << 15)
-    for (int t = 0; t < T; t++)
-        simd.whole_blocks(to + t * blocks * Q8_BLOCK, units + t * blocks, x + (size_t)t * K, K);
-    return to;
-}
-
-// x (n) rounded to bf16, in the room.
-static const uint16_t *rounded(const float *x, size_t n) {
-    uint16_t *to = product_room(n * sizeof *to);
-    #pragma omp parallel for schedule(static) if (n > 1 << 15)
-    for (size_t i = 0; i < n; i++) to[i] = bf16_nearest(x[i]);
+    for (int t = 0; t < T; t++) {
+        const float *row = x + (size_t)t * K;
+        if (kind == DT_Q8) simd.whole_blocks((int16_t *)to + t * ldx, *unit + t * blocks, row, K);
+        else for (int i = 0; i < K; i++) to[t * ldx + i] = bf16_nearest(row[i]);
+    }
     return to;
 }
 
@@ -1130,8 +1072,9 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
     int panel = q8 ? LANES : panels ? PANEL : ROW_BLOCK, wide = T >= WIDE_T && w->dtype != DT_F32 && !pairs && !q8;
     size_t size = dtype_size(w->dtype), block_size = wide_row_block(K), ldy = (size_t)w->rows;
     size_t ldx = q8 ? q8_blocks(K) * Q8_BLOCK : (size_t)K, x_size = pairs || q8 ? 2 : 4;
-    const float *unit = NULL;
-    const void *form = q8 ? whole_rows(x, T, K, &unit) : pairs ? (const void *)rounded(x, T * ldx) : x;
+    int kind = pairs ? PAIRS : w->dtype;
+    float *unit = NULL;
+    const void *form = form_of(x, T, K, kind, &unit);
     float *room = wide ? product_room(n_threads() * block_size * sizeof *room) : NULL;
     #pragma omp parallel for collapse(2) schedule(static) if ((size_t)T * w->rows * K > 1 << 16)
     for (int t = 0; t < T; t += T_BLOCK)
@@ -1157,7 +1100,7 @@ void matmul(float *y, const float *x, const Tensor *w, int T) {
                         block.w = (const char *)own;
                         block.ldw = (size_t)block.K * sizeof *own;
                     }
-                    simd.dots[wide ? DT_F32 : pairs ? PAIRS : w->dtype](&block);
+                    simd.dots[wide ? DT_F32 : kind](&block);
                 }
 }
 
@@ -1173,18 +1116,26 @@ size_t product_bytes(int dtype, size_t T, size_t n) {
 // ---- the products of attention for a tile of queries and rows
 // They run inside threads and are never parallel themselves. Rows of K and V may be f32 tiles or the cache's
 // own rows. The results are the same bits, and decode need not copy rows first.
+
+// What is read after n rows of `bytes` bytes: what the caller says, or the rows of a cache that follow.
+static Ahead rows_ahead(Ahead next, const void *rows, int kind, int n, size_t bytes) {
+    if (next.p || kind == DT_F32) return next;
+    return (Ahead){ (const char *)rows + FEW_AHEAD, n * bytes };
+}
+
 static void dots(float *y, size_t ldy, const void *x, const void *w, int kind, int m, int n, int K, int add,
                  float scale, Ahead next) {
+    size_t row = kind_bytes(kind, K);
     simd.dots[kind](&(KernelBlock){
         .y = y, .ldy = ldy,
         .x = x, .ldx = (size_t)K,
-        .w = w, .ldw = kind_bytes(kind, K),
+        .w = w, .ldw = row,
         .m = m, .n = n, .K = K,
-        .add = add, .scale = scale, .next = next,
+        .add = add, .scale = scale, .next = rows_ahead(next, w, kind, n, row),
     });
 }
 
-void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {
+void scores_of(float *s, const void *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next) {
     dots(s, (size_t)n, q, k, dtype, m, n, D, 0, scale, next);
 }
 
@@ -1203,11 +1154,8 @@ void q8_queries(Q8Query *to, const float *q, int m, int D) {
             }
 }
 
-void q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, float scale, Ahead next) {
-    dots(s, (size_t)n, q, k, ROWS_Q8, m, n, D, 0, scale, next);
-}
-
 void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next) {
+    next = rows_ahead(next, v, dtype, n, kind_bytes(dtype, D));
     simd.mix[dtype](&(KernelBlock){ .y = o, .x = p, .w = v, .m = m, .n = n, .K = D, .add = add, .next = next });
 }
 
@@ -1233,12 +1181,11 @@ float max_f32(const float *x, int n) { return simd.max(x, (size_t)n); }
 void to_f32(float *dst, const void *src, int dtype, size_t n) { simd.widen[dtype](dst, src, n); }
 
 void q8_pack(char *o, const float *x, int D) {
-    for (int b = 0; b < D; b += Q8_BLOCK) {
-        int n = min_int(Q8_BLOCK, D - b);
+    for (int b = 0, n; b < D; b += n, o += 2 + n) {
         uint16_t d;
+        n = min_int(Q8_BLOCK, D - b);
         q8_block_of(&d, (signed char *)o + 2, x + b, n);
         memcpy(o, &d, 2);
-        o += 2 + n;
     }
 }
 
@@ -1257,15 +1204,12 @@ static void hadamard(float *y, int n, int m) {
 
 // A block of n values.
 static void q4_pack_block(char *o, const float *x, int n) {
-    float y[Q4_BLOCK], top = 0;
-    int m = q4_part(n), words = q4_words(n), bad = 0;
+    float y[Q4_BLOCK];
+    int m = q4_part(n), words = q4_words(n);
+    uint16_t d;
     memcpy(y, x, (size_t)n * sizeof *y);
     hadamard(y, n, m);
-    for (int i = 0; i < n; i++) {
-        top = fmaxf(top, fabsf(y[i]));
-        bad |= !isfinite(y[i]);
-    }
-    uint16_t d = f32_to_f16(bad ? NAN : top / (float)(15 * m));
+    block_scale(&d, y, n, (float)(15 * m));
     uint32_t plane[4] = {0};
     float unit = f16_to_f32(d) * (float)m;
     for (int i = 0; i < n; i++) {
@@ -1352,26 +1296,15 @@ void swiglu(float *g, const float *u, size_t n) {
 // ---- the k largest
 void (*top_k_chosen)(const float *x, int n, const int *idx, int k);
 
-// idx = the places from i to n - 1 with keys of at least `key` -> how many.
-static int list_from(const float *x, int i, int n, uint32_t key, int *idx) {
-    int count = 0;
-    for (; i < n; i++) {
-        if (order_key(x[i]) >= key) idx[count++] = i;
-    }
-    return count;
-}
-
 // The k-th largest key (order_key) is found bit by bit, the highest first: a bit is set if k keys are at least
 // as large with it. Each bit takes one pass over the values, as vectors. The search ends early when exactly k
 // keys are left.
 int top_k(const float *x, int n, int k, int *idx) {
     uint32_t key = 0;           // the bits so far
-    int take = min_int(k, n);
+    int take = min_int(k, n), count = 0;
     int from = -1;              // keys >= key
     int above = 0;              // keys known to be larger than the k-th
-    int last = n;               // places from here on do not get in with a key that equals the k-th
-    if (take <= 0) return 0;
-    for (uint32_t bit = 1u << 31; bit && from != take; bit >>= 1) {
+    for (uint32_t bit = 1u << 31; take > 0 && bit && from != take; bit >>= 1) {
         int c = simd.count_from(x, n, key | bit);
         if (c < take) {
             above = c;
@@ -1382,12 +1315,12 @@ int top_k(const float *x, int n, int k, int *idx) {
     }
 
     // Where more than k keys are left, the last ones that equal the k-th stay behind.
-    if (from != take) {
-        for (last = 0; above < take; last++) above += order_key(x[last]) == key;
+    int equal = from == take ? n : take - above;
+    for (int i = 0; i < n && count < take; i++) {
+        uint32_t own = order_key(x[i]);
+        if (own > key || (own == key && equal-- > 0)) idx[count++] = i;
     }
-    int count = list_from(x, 0, last, key, idx);
-    if (count < take) count += list_from(x, last, n, key + 1, idx + count);
-    if (top_k_chosen) top_k_chosen(x, n, idx, count);
+    if (top_k_chosen && take > 0) top_k_chosen(x, n, idx, count);
     return count;
 }
 #endif

@@ -153,10 +153,11 @@ void add_bias(float *y, const Tensor *b, int T);                // y (T,b.cols) 
 void rmsnorm(float *y, const float *x, const Tensor *w, int T, int n, float eps);       // y and x (T,n)
 void swiglu(float *g, const float *u, size_t n);                // g = silu(g) * u
 
-// ---- the products of attention. k and v (n,D) are of dtype: DT_F32, DT_F16, DT_BF16, and v also ROWS_Q8; next is
-// read afterwards
-// s (m,n) = scale * q (m,D) k (n,D)^T, and o (m,D) = p (m,n) v (n,D); add 1: o += that
-void scores_of(float *s, const float *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next);
+// ---- the products of attention. k and v (n,D) are of dtype: DT_F32, DT_F16, DT_BF16 or ROWS_Q8; next is read
+// afterwards
+// s (m,n) = scale * q (m,D) k (n,D)^T, and o (m,D) = p (m,n) v (n,D); add 1: o += that. q is of f32, or a Q8Query where
+// the keys are of q8_0
+void scores_of(float *s, const void *q, const void *k, int dtype, int m, int n, int D, float scale, Ahead next);
 void mix_of(float *o, const float *p, const void *v, int dtype, int m, int n, int D, int add, Ahead next);
 void attn_scores(float *s, const float *q, const float *k, int m, int n, int D, float scale);  // all f32
 
@@ -167,7 +168,6 @@ enum { Q8_COLS = 512 };         // columns that one factor of an integer query h
 static inline int q8_pieces(int D) { return (D + Q8_COLS - 1) / Q8_COLS; }
 size_t q8_query_bytes(int m, int D);
 void   q8_queries(Q8Query *to, const float *q, int m, int D);
-void   q8_scores(float *s, const Q8Query *q, const void *k, int m, int n, int D, float scale, Ahead next);
 
 // y (m,n) = x (m,K) w (n,K)^T, all f32; rows of y lie ldy numbers apart. add 1: y += that.
 void dots_of(float *y, size_t ldy, const float *x, const float *w, int m, int n, int K, int add);

@@ -498,7 +498,7 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
         for (int n = N; n > N - 3; n -= 2) {
             y[M * n] = 77;
             q8_queries(q, x, M, D);
-            q8_scores(y, q, rows, M, n, D, .25f, NOTHING_AHEAD);
+            scores_of(y, q, rows, ROWS_Q8, M, n, D, .25f, NOTHING_AHEAD);
             OWN double *want = products_wanted(x, v, M, n, D, (Errors){ 4e-7, .51 / Q8_TOP, Q8_COLS });
             double rms, bad = product_error(y, want, M * n, .25, &rms);
             CHECK_SET(bad <= 1 && y[M * n] == 77, "D %d n %d: %.3g of the bound", D, n, bad);
@@ -506,7 +506,7 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
             // A row alone, against the same keys in another place.
             for (int i = 0; i < M; i++) {
                 q8_queries(q, x + i * D, 1, D);
-                q8_scores(one, q, rows + q8_bytes(D), 1, n - 1, D, .25f, NOTHING_AHEAD);
+                scores_of(one, q, rows + q8_bytes(D), ROWS_Q8, 1, n - 1, D, .25f, NOTHING_AHEAD);
                 CHECK_SET(!memcmp(one, y + i * n + 1, (n - 1) * 4), "D %d: row %d depends on its place", D, i);
             }
             CHECK_SET(n < N || same_bits(&fused, y, M * n * 4), "D %d: other bits", D);
@@ -524,7 +524,7 @@ TEST(math_q8_products, "products with rows of q8_0: keys as sums of integers wit
     for (int kind = 0; kind < 4; kind++) {
         float row[64] = { [37] = odd[kind] };
         q8_queries(q, row, 1, 64);
-        q8_scores(one, q, rows, 1, 4, 64, 1, NOTHING_AHEAD);
+        scores_of(one, q, rows, ROWS_Q8, 1, 4, 64, 1, NOTHING_AHEAD);
         for (int j = 0; j < 4; j++)
             CHECK_SET(kind < 3 ? isnan(one[j]) : one[j] == 0, "%g: %g", odd[kind], one[j]);
     }
