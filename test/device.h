@@ -1528,8 +1528,15 @@ TEST(cuda_sampling, "ids drawn from the best logits, which a device brings, are 
 // The bytes that a memory plan asks for in all.
 static size_t planned(const MemoryPlan *p) { return p->weights + p->kv + p->parts + p->pass; }
 
-TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a "
-                  "device: exit 4 with the numbers and what helps") {
+// The first call sets the mark to what is held.
+static size_t held_now(void) {
+    emu_most_memory();
+    return emu_most_memory();
+}
+
+TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it, the sum of its lines, and enough: PATS "
+                  "packs a prefill layer by layer where the raw rows of all would not fit; too small a device: exit 4 with "
+                  "the numbers and what helps") {
     static const struct {
         const char *method, *text;
     } run[] = {
@@ -1541,34 +1548,34 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
         { "quest", "ctx-size=300 budget=64" },
         { "lychee", "ctx-size=300 budget=64 lychee-buffer=8 sink=4" },
         { "loopserve", "ctx-size=300 loopserve-min-context=0" },
+        { "pats", "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 ctv=f16" },
     };
-    for (int i = 0; emulated() && i < 8; i++) {
-        OWN_MODEL Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
+    for (int i = 0; i < 9; i++) {
+        int packs = i == 8, T = packs ? 500 : 299;
+        OWN_MODEL Tiny m = packs ? tiny_model(8, 1, 1, 32, 16, 16, 53, 31) : tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
         weights_count(m.w, m.c);
-        emu_most_memory();
-        CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
+        CHECK(held_now() == 0, "%zu bytes were never given back", held_now());
         Session *s = cuda_session(m, run[i].method, run[i].text);
         MemoryPlan p = memory_plan(s);
-        prefill(s, seven_ids(299, 53), 299);
-        decode(s, 1);
-        size_t need = planned(&p), most = emu_most_memory();
-        CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned", run[i].method, run[i].text,
-              most, need);
+        size_t need = planned(&p), raw = packs ? (size_t)8 * 512 * 32 * 4 : SIZE_MAX, sum = 0;   // K and V of all layers
+        for (int k = 0; k < p.n_line; k++) sum += p.line[k].bytes;
+        CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
+        CHECK(!packs || need < p.weights + p.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need, raw, p.pass);
+        emu_set_memory(need);
+        CHECK(isfinite(*prefill(s, seven_ids(T, 53), T)) && isfinite(*decode(s, 1)), "logits");
+        size_t most = emu_most_memory();
+        CHECK(!emulated() || (most <= need && need <= 4 * most), "%s %s: %zu bytes held at most, %zu planned", run[i].method,
+              run[i].text, most, need);
+        CHECK(cuda_held(s) < raw / 5 * 4, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
         session_done(s);
+        CHECK(cuda_try(m, run[i].method, run[i].text) == 0, "exactly enough: %s", die_text);
+        if (!emulated()) continue;
         emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
         int rc = cuda_try(m, run[i].method, run[i].text);
         CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") && strstr(die_text, i == 1 ? "the weights alone" : "-c"),
               "%d: %s", rc, die_text);
-        emu_set_memory(need);
-        CHECK(cuda_try(m, run[i].method, run[i].text) == 0, "exactly enough: %s", die_text);
         emu_set_memory(0);
     }
-}
-
-// The first call sets the mark to what is held.
-static size_t held_now(void) {
-    emu_most_memory();
-    return emu_most_memory();
 }
 
 // What -d auto takes for this model.
@@ -1584,23 +1591,40 @@ static const char *device_chosen(Tiny m) {
     return took;
 }
 
-TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model or for the trial "
-                "keeps it on the CPU") {
-    OWN_MODEL Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31);
+TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model or for the trial, a "
+                "GPU too old for the kernels, a driver too old for the runtime keep it on the CPU, and are told before "
+                "anything is brought there; so is a head_dim past 256") {
+    OWN_MODEL Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31), wide = tiny_model(1, 2, 1, 258, 16, 16, 11, 1);
     weights_count(m.w, m.c);
     OWN_OPTIONS Options *like = options_of_program();
     double e = device_trial(like);
     CHECK(e >= 0 && e < 1e-3, "the trial: %g", e);
     CHECK(!strcmp(device_chosen(m), "cuda"), "-d auto: %s", device_chosen(m));
-    if (!emulated()) return;
-    emu_set_memory(1000);
-    CHECK(!strcmp(device_chosen(m), "cpu"), "1000 bytes: -d %s", device_chosen(m));
+    CHECK(cuda_try(wide, "full", "") == EXIT_USAGE && strstr(die_text, "head_dim"), "%s", die_text);
     OWN_SESSION Session *s = session_of(m, "full", "ctx-size=300");
     MemoryPlan p = memory_plan(s);
-    emu_set_memory(planned(&p) + 1000);     // enough for this model, not for the trial's
-    CHECK(!strcmp(device_chosen(m), "cpu"), "no room for the trial: -d %s", device_chosen(m));
-    CHECK(device_trial(like) == -1 && strstr(die_text, "needed"), "%s", die_text);
+    const struct {
+        size_t memory;          // 0: enough
+        int major, old_driver;
+        const char *why;
+    } lack[] = { { 1000, 8, 0, "needed" },
+                 { planned(&p) + 1000, 8, 0, NULL },            // enough for this model, not for the trial's
+                 { 0, 7, 0, "compute capability 7.0" },
+                 { 0, 8, 1, "driver version is insufficient" } };
+    for (int i = 0; emulated() && i < 4; i++) {
+        size_t before = held_now();
+        emu_set_memory(lack[i].memory);
+        emu_set_device(lack[i].major, lack[i].old_driver);
+        CHECK(!strcmp(device_chosen(m), "cpu"), "%d: -d auto: %s", i, device_chosen(m));
+        CHECK(i != 1 || (device_trial(like) == -1 && strstr(die_text, "needed")), "the trial: %s", die_text);
+        int rc = lack[i].why ? cuda_try(m, "full", "") : EXIT_USAGE;
+        CHECK(rc == (i ? EXIT_USAGE : EXIT_MEMORY) && (i < 2 || strstr(die_text, "-d cpu works")) &&
+                  (!lack[i].why || strstr(die_text, lack[i].why)), "%d: %d, %s", i, rc, die_text);
+        CHECK(i < 2 || emu_most_memory() == before, "%d: something was brought there", i);
+    }
     emu_set_memory(0);
+    emu_set_device(8, 0);
+    CHECK(cuda_try(m, "full", "") == 0, "%s", die_text);
 }
 
 TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other, of every kind of method: as many bytes "
@@ -1623,22 +1647,6 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
         session_done(s);
         CHECK(held_now() == 0, "%s: %zu bytes were never given back", method[i], held_now());
     }
-}
-
-TEST(cuda_devices, "a GPU too old for the kernels and a driver too old for the runtime are told "
-                   "before anything is brought there; so is a head_dim past 256") {
-    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1), wide = tiny_model(1, 2, 1, 258, 16, 16, 11, 1);
-    for (int i = 0; emulated() && i < 2; i++) {
-        size_t before = held_now();
-        emu_set_device(i ? 8 : 7, i);
-        int rc = cuda_try(m, "full", "");
-        CHECK(rc == EXIT_USAGE && strstr(die_text, "-d cpu works") &&
-                  strstr(die_text, i ? "driver version is insufficient" : "compute capability 7.0"), "%d: %s", rc, die_text);
-        CHECK(!strcmp(device_chosen(m), "cpu") && emu_most_memory() == before, "-d auto: %s", device_chosen(m));
-        emu_set_device(8, 0);
-    }
-    CHECK(cuda_try(m, "full", "") == 0, "%s", die_text);
-    CHECK(cuda_try(wide, "full", "") == EXIT_USAGE && strstr(die_text, "head_dim"), "%s", die_text);
 }
 
 TEST(cuda_pool, "rows that were given back stay in the pool; memory that is asked for elsewhere "
@@ -1672,28 +1680,6 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
         if (!strcmp(line[i].name, "tok_s")) rate = line[i].x;
     CHECK(s->n_tok == 20 + BENCH_WARM + BENCH_STEPS && rate > 0, "%d tokens, %g a second", s->n_tok, rate);
     arrfree(line);
-}
-
-// ---- a prefill that fits only packed, and growth
-
-TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could not hold the raw rows of all "
-                       "layers beside the weights and rooms runs it") {
-    OWN_MODEL Tiny m = tiny_model(8, 1, 1, 32, 16, 16, 53, 31);
-    weights_count(m.w, m.c);
-    OWN_SESSION Session *s = cuda_session(m, "pats",
-                              "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
-                              "ctv=f16");
-    MemoryPlan plan = memory_plan(s);
-    size_t need = planned(&plan), sum = 0;
-    size_t raw = (size_t)8 * 512 * 32 * 4;   // K and V of all layers
-    for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].bytes;
-    CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
-    CHECK(need < plan.weights + plan.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need,
-          raw, plan.pass);
-    emu_set_memory(need);
-    CHECK(isfinite(*prefill(s, seven_ids(500, 53), 500)) && isfinite(*decode(s, 1)), "logits");
-    emu_set_memory(0);
-    CHECK(cuda_held(s) < raw * 4 / 5, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
 }
 
 TEST(cuda_growth, "a head on the device grows by an eighth, but not past -c; on the CPU by 64 rows") {
