@@ -398,9 +398,9 @@ TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: ap
     }
 }
 
-// What is asked of two sessions behind their passes: single tokens, a whole pass on tensor cores, or column sums on
-// tensor cores.
-enum { STEPS, PASS, SUMS };
+// What is asked of two sessions behind their passes: single tokens, a whole pass on tensor cores, column sums on tensor
+// cores, attention over lines without tensor cores, or on them.
+enum { STEPS, PASS, SUMS, LINES, LINES_TENSOR };
 
 // A row of the tests of attention: heads; tokens of two passes and of a last one, whose tokens ask; how keys and values
 // are stored; the options of pats, or NULL; 1: SONIC's rule.
@@ -429,7 +429,7 @@ static Pair pair_shaped(const Shape *x, int seed) {
     Tiny m = tiny_model(many ? 1 : 2, x->H, x->G, x->D, 16, 16, 11, seed);
     tiny_window(m, 2, 37);
     Pair p = pair_open(m, x->pats ? "pats" : "full", text);
-    p.c->wants = p.d->wants = seed % 4 == 3 ? 0 : KV_MASS;
+    p.c->wants = p.d->wants = seed % 4 == 3 || x->ask >= LINES ? 0 : KV_MASS;
     for (int i = 0; i < 2; i++) {
         int n = i ? x->second : x->first;
         if (n) pair_append(&p, n, 1);
@@ -597,192 +597,6 @@ static void pair_columns(Pair *p, int l, int n) {
     CHECK(!emulated() || emu_count("window_kernel") == emu_count("_kernel"), "D %d: other kernels", p->m.c->D);
 }
 
-#define PATS_ALL "pats-bmin=0 pats-window=9 sink=3 "
-
-// Some 16 rows are a tile of a warp and 64 positions an item of a step, so lengths around these are tried.
-static const Shape attention_shapes[] = {
-    { STEPS, 6, 3, 40, 100, 0, 37, "f32", "f32" },       { STEPS, 3, 3, 48, 100, 0, 1, "bf16", "bf16" },
-    { STEPS, 12, 1, 64, 100, 0, 5, "q8_0", "f16" },      { STEPS, 15, 3, 128, 100, 0, 3, "bf16", "f16" },
-    { STEPS, 10, 2, 72, 100, 0, 2, "f32", "f32" },       { STEPS, 3, 3, 42, 100, 0, 2, "f16", "f16" },
-    { STEPS, 2, 1, 256, 100, 0, 40, "bf16", "bf16" },    { STEPS, 9, 1, 160, 100, 0, 2, "f32", "f32" },
-    // decode_kernel: 1 to 17 query heads a KV head.
-    { STEPS, 4, 1, 64, 15, 30, 1, "f16", "f16" },        { STEPS, 16, 1, 64, 100, 30, 3, "bf16", "bf16" },
-    { STEPS, 10, 2, 64, 143, 30, 2, "bf16", "bf16" },    { STEPS, 3, 3, 64, 15, 30, 17, "f16", "f16", NULL, 1 },
-    { STEPS, 9, 1, 64, 100, 30, 2, "f16", "f16" },       { STEPS, 4, 2, 64, 143, 30, 6, "bf16", "bf16", NULL, 1 },
-    { STEPS, 8, 2, 128, 15, 30, 2, "bf16", "bf16" },     { STEPS, 17, 1, 128, 100, 30, 1, "f16", "f16" },
-    { STEPS, 8, 1, 128, 143, 30, 18, "f16", "f16", NULL, 1 }, { STEPS, 16, 1, 128, 15, 30, 1, "bf16", "bf16" },
-    { STEPS, 5, 1, 128, 100, 30, 2, "f16", "f16" },      { STEPS, 2, 1, 128, 143, 30, 1, "f16", "f16", NULL, 1 },
-    { STEPS, 12, 1, 128, 15, 30, 2, "bf16", "bf16" },
-    { STEPS, 4, 1, 64, 11, 5, 1, "q8_0", "q8_0" },       { STEPS, 6, 2, 64, 59, 5, 6, "q8_0", "q8_0", NULL, 1 },
-    { STEPS, 16, 1, 64, 80, 5, 1, "q8_0", "q8_0" },      { STEPS, 2, 2, 128, 12, 5, 2, "q8_0", "q8_0" },
-    { STEPS, 8, 1, 128, 100, 5, 2, "q8_0", "q8_0" },     { STEPS, 7, 1, 128, 43, 5, 5, "q8_0", "q8_0", NULL, 1 },
-    { STEPS, 4, 2, 128, 143, 5, 1, "q8_0", "q8_0" },     { STEPS, 17, 1, 128, 59, 5, 1, "q8_0", "q8_0" },
-    { STEPS, 3, 1, 64, 26, 5, 6, "q8_0", "q8_0", NULL, 1 }, { STEPS, 1, 1, 128, 90, 5, 1, "q8_0", "q8_0" },
-    { STEPS, 4, 1, 64, 59, 5, 6, "q4", "q4", NULL, 1 },  { STEPS, 16, 1, 64, 80, 5, 1, "q4", "q4" },
-    { STEPS, 8, 1, 128, 100, 5, 2, "q4", "q4" },         { STEPS, 15, 1, 128, 43, 5, 5, "q4", "q4", NULL, 1 },
-    // Regions that change amid a tile, raw rows behind them, every width at both head_dims.
-    { STEPS, 4, 1, 64, 70, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
-    { STEPS, 6, 3, 64, 41, 5, 6, "f16", "f16", PATS_ALL "pats-bmax=7", 1 },
-    { STEPS, 7, 1, 64, 83, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
-    { STEPS, 3, 1, 64, 66, 5, 5, "f16", "f16", PATS_ALL "pats-bmax=9 pats-schedule=old", 1 },
-    { STEPS, 16, 1, 64, 75, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
-    { STEPS, 8, 1, 128, 150, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
-    { STEPS, 2, 1, 128, 90, 5, 6, "f16", "f16", PATS_ALL "pats-bmax=8", 1 },
-    { STEPS, 17, 1, 128, 64, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10 pats-schedule=old" },
-    { STEPS, 16, 1, 128, 77, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=9" },
-    { STEPS, 4, 2, 128, 71, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
-    { PASS, 16, 1, 64, 1, 0, 37, "f16", "f16" },         { PASS, 3, 3, 80, 100, 0, 130, "bf16", "bf16" },
-    { PASS, 5, 1, 96, 240, 0, 65, "f16", "f16", NULL, VIS_SEGMENT },
-    { PASS, 8, 2, 128, 1, 0, 40, "f16", "f16", NULL, VIS_SEGMENT_EXACT },
-    { PASS, 6, 3, 128, 100, 0, 97, "bf16", "bf16", NULL, VIS_SEGMENT },
-    { PASS, 7, 1, 256, 1, 0, 33, "bf16", "bf16", NULL, VIS_SEGMENT_EXACT },
-    { PASS, 6, 3, 40, 100, 0, 150, "f16", "f16", NULL, VIS_SEGMENT },
-    { PASS, 2, 1, 160, 240, 0, 70, "f16", "f16" },       { PASS, 12, 1, 72, 240, 0, 20, "bf16", "bf16" },
-    { PASS, 2, 2, 128, 1, 0, 129, "f16", "f16" },        { PASS, 3, 3, 16, 70, 0, 97, "bf16", "bf16" },
-    { PASS, 6, 3, 64, 100, 0, 70, "f16", "f16", "pats-window=9 sink=3" },
-    { PASS, 6, 3, 48, 100, 0, 70, "q8_0", "q8_0" },      { PASS, 6, 3, 128, 100, 0, 70, "bf16", "f16" },
-    { PASS, 6, 3, 72, 100, 0, 70, "f16", "q8_0" },
-    { PASS, 3, 1, 64, 70, 0, 256, "bf16", "f16" },       { PASS, 2, 1, 128, 70, 0, 259, "f16", "bf16" },
-    { PASS, 1, 1, 8, 33000, 0, 3, "f16", "f16" },        // a list has 512 tiles of 64 rows
-    { SUMS, 4, 2, 64, 900, 0, 70, "f16", "f16" },        { SUMS, 3, 1, 128, 300, 0, 70, "bf16", "bf16" },
-    { SUMS, 2, 2, 128, 600, 0, 70, "f16", "f16", NULL, 1 }, { SUMS, 1, 1, 64, 30, 0, 70, "bf16", "bf16", NULL, 1 },
-    { SUMS, 2, 1, 64, 140, 0, 70, "bf16", "bf16" },      { SUMS, 2, 2, 128, 150, 0, 70, "f16", "f16", NULL, 1 },
-    { SUMS, 1, 1, 128, 100, 0, 70, "f16", "f16" },       { SUMS, 3, 1, 64, 90, 0, 70, "bf16", "bf16", NULL, 1 },
-    { SUMS, 16, 1, 64, 100, 70, 40, "f16", "f16" },      { SUMS, 9, 1, 128, 64, 0, 17, "bf16", "bf16", NULL, 1 },
-    { SUMS, 14, 2, 128, 150, 60, 16, "f16", "q8_0" },    { SUMS, 10, 2, 64, 127, 0, 33, "bf16", "f32" },
-    { SUMS, 1, 1, 64, 33000, 900, 19, "f16", "f16" },    // two tiles of 64 rows are a stretch
-};
-
-// Every shape of which this is asked, in both layers.
-static void shapes_agree(int ask) {
-    int all = sizeof attention_shapes / sizeof *attention_shapes;
-    EACH_VARIANT(i, all) {
-        const Shape *x = &attention_shapes[i];
-        if (x->ask != ask) continue;
-        int fast = (x->D == 64 || x->D == 128) && !strcmp(x->k, x->v) && strcmp(x->k, "f32");
-        cuda_tensor_min(ask == PASS && x->n < 256);
-        Pair p = pair_shaped(x, 5 + i);
-        for (int l = 0; l < p.m.c->L; l++) {
-            if (ask == STEPS) pair_attention(&p, l, x->n, fast);
-            if (ask == PASS) pair_prefill(&p, l, x->n);
-            if (ask == SUMS) pair_columns(&p, l, x->n);
-        }
-        pair_close(&p);
-        tiny_free(p.m);
-    }
-    cuda_tensor_min(0);
-}
-
-TEST(cuda_attention, "attention of a step and of few queries, and window scores, agree with the CPU: every row format and "
-                     "width of PATS, head_dim 40 to 256, 1 to 17 query heads a KV head, unequal heads, lists, tails, "
-                     "windows, SONIC's rule, lengths around a tile") {
-    shapes_agree(STEPS);
-}
-
-TEST(cuda_tensor, "a prefill on tensor cores agrees with the CPU, and so it does with q and P in f32; a part alone gets the "
-                  "same bits: head_dim 8 to 256, 1 to 16 query heads a KV head, windows, SONIC's rules, unequal heads, "
-                  "packed, q8_0 and mixed rows, more tiles than a list") {
-    shapes_agree(PASS);
-}
-
-TEST(cuda_columns, "column sums agree with the CPU: head_dim 64 and 128, f16 and bf16, 1 to 70 queries, "
-                   "unequal heads, several tiles, a window, SONIC's rule") {
-    shapes_agree(SUMS);
-}
-
-TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after "
-                  "cutting, re-packing, dropping and truncating; attention reads them") {
-    const char *text[] = {
-        "ctk=f16 ctv=f16 pats-window=9 sink=3",
-        "ctk=f16 ctv=f16 pats-window=9 sink=3 pats-bmax=10 pats-format=rows64",
-        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-tend=120",
-        "ctk=f16 ctv=f16 pats-window=0 sink=0 pats-schedule=old "
-        "pats-tend=150 pats-format=rows64",
-        "ctk=f16 ctv=f16 pats-window=7 pats-tend=150 pats-bmax=10"
-    };
-    EACH_VARIANT(i, 5) {
-        int D = (int[]){ 40, 64, 48, 128, 8 }[i];
-        OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
-        OWN_PAIR Pair p = pair_open(m, "pats", text[i]);
-        rows_agree(&p, 1, text[i]);
-        pair_pass(&p, 40, 1);
-        CHECK(kv_head(p.d, 0, 1)->packed > 30, "%s: %d packed rows", text[i], kv_head(p.d, 0, 1)->packed);
-        pair_pass(&p, 13, 1);
-        for (int l = 0; l < 2; l++) pair_attention(&p, l, 13, 0);
-        size_t held = cuda_held(p.d), told = kv_bytes(p.d);
-        CHECK(held >= told && held < told + 6 * 2 * 4096,
-              "%s: %zu bytes held, %zu told: packed rows come in steps of 4096", text[i], held,
-              told);
-    }
-}
-
-// Values may be of any size, and their scales are folded into probabilities that f16 has to hold: the
-// scales of a tile are therefore taken relative to the largest one seen so far.
-TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1e6, growing, falling "
-                               "and mixed, agrees with the CPU within the size of each block") {
-    enum { D = 128, N = 150, BLOCKS = D / 32 };
-    EACH_VARIANT(kind, 3) {
-        OWN_MODEL Tiny m = tiny_model(1, 4, 1, D, 16, 16, 11, 3);
-        OWN_PAIR Pair p = pair_open(m, "full", "ctk=q8_0 ctv=q8_0");
-        float v[D], size[BLOCKS] = { 0 };
-        char all[N][BLOCKS * 34];  // an upload may read it late
-        pair_append(&p, N, 1);
-        for (int r = 0; r < N; r++) {
-            for (int d = 0; d < D; d++) {
-                float step = kind == 2 ? (float)((r * 7 + d / 32 * 3) % 11) / 10 : (float)r / N;
-                v[d] = rnd_normal() * powf(10, kind == 1 ? 6 - 10 * step : 10 * step - 4);
-                size[d / 32] = fmaxf(size[d / 32], fabsf(v[d]));
-            }
-            p.c->fv->pack(all[r], v, D);
-            memcpy(kv_head(p.c, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
-            rows_store_cuda(kv_head(p.d, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
-        }
-        OWN_ASKED Asked ask = asked_new(&p, 1);
-        pair_step(&p, N - 1, 1);
-        attn_decode(p.c, 0, ask.want, ask.q);
-        attn_decode(p.d, 0, ask.dgot, ask.dq);
-        cuda_get(ask.got, ask.dgot, ask.all * sizeof(float));
-        for (int i = 0; i < 4 * BLOCKS; i++) {
-            double e = worst(ask.got + i * 32, ask.want + i * 32, 32, 2e-6 * size[i % BLOCKS], 1e-5, NULL);
-            CHECK(e <= 1, "kind %d, head %d, block %d: %g times the bound", kind, i / BLOCKS, i % BLOCKS, e);
-        }
-    }
-}
-
-// n numbers over which a choice may stumble, to be freed; kind: random, many ties, all equal but for their signs, infinities
-// among them, ascending.
-enum { PLAIN, TIES, ZEROS, INFINITIES, ASCENDING, VALUE_KINDS };
-static float *values_of(int n, int kind) {
-    float *x = normals(n, 3);
-    for (int i = 0; i < n; i++) {
-        if (kind == TIES) x[i] = (float)(i % 7 == 3) - (float)(i % 3 == 0);
-        if (kind == ZEROS) x[i] = i % 3 ? -0.0f : 0;
-        if (kind == INFINITIES && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
-        if (kind == ASCENDING) x[i] = (float)i - 20000;
-    }
-    return x;
-}
-
-TEST(cuda_select, "top-k on the device is the CPU's to the bit: ties, signs, infinities, empty and short rows, k 0 to past "
-                  "n") {
-    OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
-    OWN_SESSION Session *s = cuda_session(m, "full", "");
-    EACH_VARIANT(once, 1) for (int kind = 0; kind < VALUE_KINDS; kind++) {
-        enum { S = 6, N = 1300 };
-        int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 }, got[S];
-        int want[N], per = 700;
-        OWN float *x = values_of(S * N, kind);
-        OWN int *idx = xmalloc(S * per * sizeof *idx);
-        OWN_DEVICE float *dx = put_floats(x, S * N);
-        top_k_rows(s, dx, S, N, n, k, idx, per, got);
-        for (int i = 0; i < S; i++) {
-            int w = top_k(x + i * N, n[i], k[i], want);
-            CHECK(got[i] == w && !memcmp(want, idx + i * per, w * sizeof(int)),
-                  "values %d, row %d: %d, expected %d", kind, i, got[i], w);
-        }
-    }
-}
-
 // Kind 0: few lines; 1: many; 2: bands of 64 offsets; 3: dense; 4: the nearest 200 offsets too.
 static void draw_lines(Lines *a, int kind) {
     bit_set(a->s, 0);
@@ -859,57 +673,250 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
     choices_agree(p, T, t, m, even, Q);
 }
 
-// Attention over lines of all kinds on both sides; results must agree within the bound, absolute and
-// relative. kinds: how many of draw_lines' there are.
-static void pair_lines(Pair *p, int T, int kinds, double bound) {
+// Attention of the last T tokens over lines of all kinds in layer l. Without tensor cores the samples of layer 0, too.
+static void pair_lines(Pair *p, int l, int T, int tensor) {
     const Config *c = p->m.c;
+    double bound = tensor ? tensor_bound(p->d) : 1e-5;
     OWN_ASKED Asked ask = asked_new(p, T);
     size_t mark = scratch_mark(p->c);
-    Lines *lines = lines_new(p->c, 0, T);
-    for (int h = 0; h < c->H; h++) draw_lines(&lines[h], h % kinds);
-    lines_attend(p->c, 0, lines, ask.want, ask.q, T);
-    lines_attend(p->d, 0, lines, ask.dgot, ask.dq, T);
+    Lines *lines = lines_new(p->c, l, T);
+    for (int h = 0; h < c->H; h++) draw_lines(&lines[h], h % (tensor ? 5 : 4));
+    emu_count(NULL);
+    lines_attend(p->c, l, lines, ask.want, ask.q, T);
+    lines_attend(p->d, l, lines, ask.dgot, ask.dq, T);
+    CHECK(!tensor || counted("attend_kernel", 0), "lines on tensor cores");
     double e = asked_error(&ask, ask.all, bound);
-    CHECK(e <= 1, "lines: %d queries, H %d G %d D %d: %g times the bound", T, c->H, c->G, c->D, e);
-    if (kinds == 4) pair_samples(p, T, ask.q, ask.dq);
+    CHECK(e <= 1, "lines: layer %d, %d queries, H %d G %d D %d: %g times the bound", l, T, c->H, c->G, c->D, e);
+    if (!tensor && !l) pair_samples(p, T, ask.q, ask.dq);
     scratch_reset(p->c, mark);
+}
+
+#define PATS_ALL "pats-bmin=0 pats-window=9 sink=3 "
+
+// Some 16 rows are a tile of a warp and 64 positions an item of a step, so lengths around these are tried.
+static const Shape attention_shapes[] = {
+    { STEPS, 6, 3, 40, 100, 0, 37, "f32", "f32" },       { STEPS, 3, 3, 48, 100, 0, 1, "bf16", "bf16" },
+    { STEPS, 12, 1, 64, 100, 0, 5, "q8_0", "f16" },      { STEPS, 15, 3, 128, 100, 0, 3, "bf16", "f16" },
+    { STEPS, 10, 2, 72, 100, 0, 2, "f32", "f32" },       { STEPS, 3, 3, 42, 100, 0, 2, "f16", "f16" },
+    { STEPS, 2, 1, 256, 100, 0, 40, "bf16", "bf16" },    { STEPS, 9, 1, 160, 100, 0, 2, "f32", "f32" },
+    // decode_kernel: 1 to 17 query heads a KV head.
+    { STEPS, 4, 1, 64, 15, 30, 1, "f16", "f16" },        { STEPS, 16, 1, 64, 100, 30, 3, "bf16", "bf16" },
+    { STEPS, 10, 2, 64, 143, 30, 2, "bf16", "bf16" },    { STEPS, 3, 3, 64, 15, 30, 17, "f16", "f16", NULL, 1 },
+    { STEPS, 9, 1, 64, 100, 30, 2, "f16", "f16" },       { STEPS, 4, 2, 64, 143, 30, 6, "bf16", "bf16", NULL, 1 },
+    { STEPS, 8, 2, 128, 15, 30, 2, "bf16", "bf16" },     { STEPS, 17, 1, 128, 100, 30, 1, "f16", "f16" },
+    { STEPS, 8, 1, 128, 143, 30, 18, "f16", "f16", NULL, 1 }, { STEPS, 16, 1, 128, 15, 30, 1, "bf16", "bf16" },
+    { STEPS, 5, 1, 128, 100, 30, 2, "f16", "f16" },      { STEPS, 2, 1, 128, 143, 30, 1, "f16", "f16", NULL, 1 },
+    { STEPS, 12, 1, 128, 15, 30, 2, "bf16", "bf16" },
+    { STEPS, 4, 1, 64, 11, 5, 1, "q8_0", "q8_0" },       { STEPS, 6, 2, 64, 59, 5, 6, "q8_0", "q8_0", NULL, 1 },
+    { STEPS, 16, 1, 64, 80, 5, 1, "q8_0", "q8_0" },      { STEPS, 2, 2, 128, 12, 5, 2, "q8_0", "q8_0" },
+    { STEPS, 8, 1, 128, 100, 5, 2, "q8_0", "q8_0" },     { STEPS, 7, 1, 128, 43, 5, 5, "q8_0", "q8_0", NULL, 1 },
+    { STEPS, 4, 2, 128, 143, 5, 1, "q8_0", "q8_0" },     { STEPS, 17, 1, 128, 59, 5, 1, "q8_0", "q8_0" },
+    { STEPS, 3, 1, 64, 26, 5, 6, "q8_0", "q8_0", NULL, 1 }, { STEPS, 1, 1, 128, 90, 5, 1, "q8_0", "q8_0" },
+    { STEPS, 4, 1, 64, 59, 5, 6, "q4", "q4", NULL, 1 },  { STEPS, 16, 1, 64, 80, 5, 1, "q4", "q4" },
+    { STEPS, 8, 1, 128, 100, 5, 2, "q4", "q4" },         { STEPS, 15, 1, 128, 43, 5, 5, "q4", "q4", NULL, 1 },
+    // Regions that change amid a tile, raw rows behind them, every width at both head_dims.
+    { STEPS, 4, 1, 64, 70, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { STEPS, 6, 3, 64, 41, 5, 6, "f16", "f16", PATS_ALL "pats-bmax=7", 1 },
+    { STEPS, 7, 1, 64, 83, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { STEPS, 3, 1, 64, 66, 5, 5, "f16", "f16", PATS_ALL "pats-bmax=9 pats-schedule=old", 1 },
+    { STEPS, 16, 1, 64, 75, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { STEPS, 8, 1, 128, 150, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { STEPS, 2, 1, 128, 90, 5, 6, "f16", "f16", PATS_ALL "pats-bmax=8", 1 },
+    { STEPS, 17, 1, 128, 64, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10 pats-schedule=old" },
+    { STEPS, 16, 1, 128, 77, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=9" },
+    { STEPS, 4, 2, 128, 71, 5, 1, "f16", "f16", PATS_ALL "pats-bmax=10" },
+    { PASS, 16, 1, 64, 1, 0, 37, "f16", "f16" },         { PASS, 3, 3, 80, 100, 0, 130, "bf16", "bf16" },
+    { PASS, 5, 1, 96, 240, 0, 65, "f16", "f16", NULL, VIS_SEGMENT },
+    { PASS, 8, 2, 128, 1, 0, 40, "f16", "f16", NULL, VIS_SEGMENT_EXACT },
+    { PASS, 6, 3, 128, 100, 0, 97, "bf16", "bf16", NULL, VIS_SEGMENT },
+    { PASS, 7, 1, 256, 1, 0, 33, "bf16", "bf16", NULL, VIS_SEGMENT_EXACT },
+    { PASS, 6, 3, 40, 100, 0, 150, "f16", "f16", NULL, VIS_SEGMENT },
+    { PASS, 2, 1, 160, 240, 0, 70, "f16", "f16" },       { PASS, 12, 1, 72, 240, 0, 20, "bf16", "bf16" },
+    { PASS, 2, 2, 128, 1, 0, 129, "f16", "f16" },        { PASS, 3, 3, 16, 70, 0, 97, "bf16", "bf16" },
+    { PASS, 6, 3, 64, 100, 0, 70, "f16", "f16", "pats-window=9 sink=3" },
+    { PASS, 6, 3, 48, 100, 0, 70, "q8_0", "q8_0" },      { PASS, 6, 3, 128, 100, 0, 70, "bf16", "f16" },
+    { PASS, 6, 3, 72, 100, 0, 70, "f16", "q8_0" },
+    { PASS, 3, 1, 64, 70, 0, 256, "bf16", "f16" },       { PASS, 2, 1, 128, 70, 0, 259, "f16", "bf16" },
+    { PASS, 1, 1, 8, 33000, 0, 3, "f16", "f16" },        // a list has 512 tiles of 64 rows
+    { SUMS, 4, 2, 64, 900, 0, 70, "f16", "f16" },        { SUMS, 3, 1, 128, 300, 0, 70, "bf16", "bf16" },
+    { SUMS, 2, 2, 128, 600, 0, 70, "f16", "f16", NULL, 1 }, { SUMS, 1, 1, 64, 30, 0, 70, "bf16", "bf16", NULL, 1 },
+    { SUMS, 2, 1, 64, 140, 0, 70, "bf16", "bf16" },      { SUMS, 2, 2, 128, 150, 0, 70, "f16", "f16", NULL, 1 },
+    { SUMS, 1, 1, 128, 100, 0, 70, "f16", "f16" },       { SUMS, 3, 1, 64, 90, 0, 70, "bf16", "bf16", NULL, 1 },
+    { SUMS, 16, 1, 64, 100, 70, 40, "f16", "f16" },      { SUMS, 9, 1, 128, 64, 0, 17, "bf16", "bf16", NULL, 1 },
+    { SUMS, 14, 2, 128, 150, 60, 16, "f16", "q8_0" },    { SUMS, 10, 2, 64, 127, 0, 33, "bf16", "f32" },
+    { SUMS, 1, 1, 64, 33000, 900, 19, "f16", "f16" },    // two tiles of 64 rows are a stretch
+    { LINES, 6, 3, 40, 1, 0, 68, "f32", "f32" },         { LINES, 3, 3, 48, 90, 0, 70, "bf16", "q8_0" },
+    { LINES, 8, 1, 128, 90, 0, 33, "f32", "f32" },
+    { LINES, 6, 3, 64, 60, 0, 40, "f16", "f16", "pats-window=9" },
+    { LINES_TENSOR, 10, 2, 40, 90, 0, 131, "f16", "f16" }, { LINES_TENSOR, 6, 3, 64, 200, 0, 70, "bf16", "bf16" },
+    { LINES_TENSOR, 8, 2, 128, 300, 0, 65, "f16", "f16" }, { LINES_TENSOR, 5, 1, 160, 33, 0, 100, "bf16", "bf16" },
+    { LINES_TENSOR, 5, 5, 96, 1, 0, 150, "q8_0", "q8_0" }, { LINES_TENSOR, 5, 1, 256, 150, 0, 64, "f16", "f16" },
+    { LINES_TENSOR, 2, 1, 16, 6800, 0, 64, "f16", "f16" }, // more columns than a list has
+};
+
+// Every shape of which this is asked, in both layers.
+static void shapes_agree(int ask) {
+    int all = sizeof attention_shapes / sizeof *attention_shapes;
+    EACH_VARIANT(i, all) {
+        const Shape *x = &attention_shapes[i];
+        if (min_int(x->ask, LINES) != ask) continue;
+        int fast = (x->D == 64 || x->D == 128) && !strcmp(x->k, x->v) && strcmp(x->k, "f32");
+        cuda_tensor_min((ask == PASS && x->n < 256) || x->ask == LINES_TENSOR);
+        Pair p = pair_shaped(x, 5 + i);
+        for (int l = 0; l < p.m.c->L; l++) {
+            if (ask == STEPS) pair_attention(&p, l, x->n, fast);
+            if (ask == PASS) pair_prefill(&p, l, x->n);
+            if (ask == SUMS) pair_columns(&p, l, x->n);
+            if (ask == LINES) pair_lines(&p, l, x->n, x->ask == LINES_TENSOR);
+        }
+        pair_close(&p);
+        tiny_free(p.m);
+    }
+    cuda_tensor_min(0);
+}
+
+TEST(cuda_attention, "attention of a step and of few queries, and window scores, agree with the CPU: every row format and "
+                     "width of PATS, head_dim 40 to 256, 1 to 17 query heads a KV head, unequal heads, lists, tails, "
+                     "windows, SONIC's rule, lengths around a tile") {
+    shapes_agree(STEPS);
+}
+
+TEST(cuda_tensor, "a prefill on tensor cores agrees with the CPU, and so it does with q and P in f32; a part alone gets the "
+                  "same bits: head_dim 8 to 256, 1 to 16 query heads a KV head, windows, SONIC's rules, unequal heads, "
+                  "packed, q8_0 and mixed rows, more tiles than a list") {
+    shapes_agree(PASS);
+}
+
+TEST(cuda_columns, "column sums agree with the CPU: head_dim 64 and 128, f16 and bf16, 1 to 70 queries, "
+                   "unequal heads, several tiles, a window, SONIC's rule") {
+    shapes_agree(SUMS);
 }
 
 TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and without: dense heads beside them "
                  "alone and as whole groups, bands that fill tiles, unequal heads, packed rows, a sliding window, head_dim "
-                 "40 to 256, more columns than a list; sampled softmax rows, their line sums and what is chosen too") {
-    static const struct {
-        int tensor, H, G, D, before, T, window;
-        const char *method, *rows;
-    } shape[] = {
-        { 0, 6, 3, 40, 0, 68, 0, "full", "" },
-        { 0, 3, 3, 48, 90, 70, 0, "full", "ctk=bf16 ctv=q8_0" },
-        { 0, 8, 1, 128, 90, 33, 50, "full", "" },
-        { 0, 6, 3, 64, 60, 40, 0, "pats", "pats-window=9 ctk=f16 ctv=f16" },
-        { 1, 10, 2, 40, 90, 131, 0, "full", "ctk=f16 ctv=f16" },
-        { 1, 6, 3, 64, 200, 70, 0, "full", "ctk=bf16 ctv=bf16" },
-        { 1, 8, 2, 128, 300, 65, 90, "full", "ctk=f16 ctv=f16" },
-        { 1, 5, 1, 160, 33, 100, 0, "full", "ctk=bf16 ctv=bf16" },
-        { 1, 5, 5, 96, 0, 150, 0, "full", "ctk=q8_0 ctv=q8_0" },
-        { 1, 5, 1, 256, 150, 64, 0, "full", "ctk=f16 ctv=f16" },
-        { 1, 2, 1, 16, 3400, 64, 0, "full", "ctk=f16 ctv=f16" },
+                 "16 to 256, more columns than a list; sampled softmax rows, their line sums and what is chosen too") {
+    shapes_agree(LINES);
+}
+
+TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after "
+                  "cutting, re-packing, dropping and truncating; attention reads them") {
+    const char *text[] = {
+        "ctk=f16 ctv=f16 pats-window=9 sink=3",
+        "ctk=f16 ctv=f16 pats-window=9 sink=3 pats-bmax=10 pats-format=rows64",
+        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-tend=120",
+        "ctk=f16 ctv=f16 pats-window=0 sink=0 pats-schedule=old "
+        "pats-tend=150 pats-format=rows64",
+        "ctk=f16 ctv=f16 pats-window=7 pats-tend=150 pats-bmax=10"
     };
-    int n_shape = sizeof shape / sizeof *shape;
-    EACH_VARIANT(i, n_shape) {
-        OWN_MODEL Tiny m = tiny_model(1, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 4 + i);
-        tiny_window(m, shape[i].window > 0, shape[i].window);
-        OWN_PAIR Pair p = pair_open(m, shape[i].method, shape[i].rows);
-        if (shape[i].before) pair_append(&p, shape[i].before, 1);
-        for (int g = 0; g < shape[i].G && i % 4 == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
-        if (i == 3) pair_commit(&p, shape[i].before);
-        rnd_seed(40 + i);
-        pair_append(&p, shape[i].T, 1);
-        cuda_tensor_min(shape[i].tensor);
-        emu_count(NULL);
-        pair_lines(&p, shape[i].T, shape[i].tensor ? 5 : 4, shape[i].tensor ? tensor_bound(p.d) : 1e-5);
-        CHECK(!shape[i].tensor || counted("attend_kernel", 0), "lines on tensor cores");
+    EACH_VARIANT(i, 5) {
+        int D = (int[]){ 40, 64, 48, 128, 8 }[i];
+        OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
+        OWN_PAIR Pair p = pair_open(m, "pats", text[i]);
+        rows_agree(&p, 1, text[i]);
+        pair_pass(&p, 40, 1);
+        CHECK(kv_head(p.d, 0, 1)->packed > 30, "%s: %d packed rows", text[i], kv_head(p.d, 0, 1)->packed);
+        pair_pass(&p, 13, 1);
+        for (int l = 0; l < 2; l++) pair_attention(&p, l, 13, 0);
+        size_t held = cuda_held(p.d), told = kv_bytes(p.d);
+        CHECK(held >= told && held < told + 6 * 2 * 4096,
+              "%s: %zu bytes held, %zu told: packed rows come in steps of 4096", text[i], held,
+              told);
     }
-    cuda_tensor_min(0);
+}
+
+// Values may be of any size, and their scales are folded into probabilities that f16 has to hold: the
+// scales of a tile are therefore taken relative to the largest one seen so far.
+TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1e6, growing, falling "
+                               "and mixed, agrees with the CPU within the size of each block") {
+    enum { D = 128, N = 150, BLOCKS = D / 32 };
+    EACH_VARIANT(kind, 3) {
+        OWN_MODEL Tiny m = tiny_model(1, 4, 1, D, 16, 16, 11, 3);
+        OWN_PAIR Pair p = pair_open(m, "full", "ctk=q8_0 ctv=q8_0");
+        float v[D], size[BLOCKS] = { 0 };
+        char all[N][BLOCKS * 34];  // an upload may read it late
+        pair_append(&p, N, 1);
+        for (int r = 0; r < N; r++) {
+            for (int d = 0; d < D; d++) {
+                float step = kind == 2 ? (float)((r * 7 + d / 32 * 3) % 11) / 10 : (float)r / N;
+                v[d] = rnd_normal() * powf(10, kind == 1 ? 6 - 10 * step : 10 * step - 4);
+                size[d / 32] = fmaxf(size[d / 32], fabsf(v[d]));
+            }
+            p.c->fv->pack(all[r], v, D);
+            memcpy(kv_head(p.c, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
+            rows_store_cuda(kv_head(p.d, 0, 0)->v + r * sizeof all[r], all[r], sizeof all[r]);
+        }
+        OWN_ASKED Asked ask = asked_new(&p, 1);
+        pair_step(&p, N - 1, 1);
+        attn_decode(p.c, 0, ask.want, ask.q);
+        attn_decode(p.d, 0, ask.dgot, ask.dq);
+        cuda_get(ask.got, ask.dgot, ask.all * sizeof(float));
+        for (int i = 0; i < 4 * BLOCKS; i++) {
+            double e = worst(ask.got + i * 32, ask.want + i * 32, 32, 2e-6 * size[i % BLOCKS], 1e-5, NULL);
+            CHECK(e <= 1, "kind %d, head %d, block %d: %g times the bound", kind, i / BLOCKS, i % BLOCKS, e);
+        }
+    }
+}
+
+void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out);
+
+// n numbers over which a choice may stumble, to be freed; kind: random, many ties, all equal but for their signs, infinities
+// among them, ascending.
+enum { PLAIN, TIES, ZEROS, INFINITIES, ASCENDING, VALUE_KINDS };
+static float *values_of(int n, int kind) {
+    float *x = normals(n, 3);
+    for (int i = 0; i < n; i++) {
+        if (kind == TIES) x[i] = (float)(i % 7 == 3) - (float)(i % 3 == 0);
+        if (kind == ZEROS) x[i] = i % 3 ? -0.0f : 0;
+        if (kind == INFINITIES && i % 5 == 0) x[i] = i % 2 ? INFINITY : -INFINITY;
+        if (kind == ASCENDING) x[i] = (float)i - 20000;
+    }
+    return x;
+}
+
+// The device's k best of x (V) are top_k's, and it sees the largest bits without a sign.
+static void best_agrees(Session *s, const float *x, int V, int k, int kind) {
+    static BestLogits b;
+    OWN int *idx = xmalloc((size_t)V * sizeof *idx);
+    int n = top_k(x, V, k, idx), worst = 0, bad = 0;
+    for (int i = 0; i < V; i++) {
+        FloatBits u = { x[i] };
+        worst = max_int(worst, (int)(u.u & 0x7fffffff));
+    }
+    cuda_best(s, x, V, k, &b);
+    for (int i = 0; i < n && b.n == n; i++) bad += b.best[i].id != idx[i] || memcmp(&b.best[i].x, &x[idx[i]], 4);
+    CHECK(b.n == n && b.worst == worst && !bad, "values %d: the best %d of %d: %d, %d others, %08x; on the CPU %d, %08x", kind,
+          k, V, b.n, bad, b.worst, n, worst);
+}
+
+TEST(cuda_select, "top-k on the device is the CPU's to the bit, of rows - empty and short ones, k 0 to past n - and of the "
+                  "logits: one block and many, ties between blocks, zeros of both signs, infinities; NaN is seen") {
+    enum { S = 6, N = 1300 };
+    static const int sizes[] = { 1, 53, 4096, 4097, 9001, 33000 }, wanted[] = { 1, 2, 40, 128 };
+    static const int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 };
+    OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 53, 2);
+    OWN_SESSION Session *s = cuda_session(m, "full", "");
+    EACH_VARIANT(once, 1) for (int kind = 0; kind < VALUE_KINDS; kind++) {
+        int want[N], got[S], per = 700;
+        OWN float *x = values_of(S * N, kind);
+        OWN int *idx = xmalloc(S * per * sizeof *idx);
+        OWN_DEVICE float *dx = put_floats(x, S * N);
+        top_k_rows(s, dx, S, N, n, k, idx, per, got);
+        for (int i = 0; i < S; i++) {
+            int w = top_k(x + i * N, n[i], k[i], want);
+            CHECK(got[i] == w && !memcmp(want, idx + i * per, w * sizeof(int)),
+                  "values %d, row %d: %d, expected %d", kind, i, got[i], w);
+        }
+    }
+    for (int i = 0; i < 6 * 4 * (VALUE_KINDS + 1); i++) {
+        int V = sizes[i / 4 % 6], best = min_int(wanted[i % 4], V), kind = i / 24;
+        OWN float *y = values_of(V, kind);              // the last kind: one is NaN
+        order_set(i / 4 + i);
+        if (kind == VALUE_KINDS) y[V / 3] = -NAN;
+        if (kind < VALUE_KINDS) best_agrees(s, y, V, best, kind);
+        BestLogits b = { 0 };
+        if (kind == VALUE_KINDS) cuda_best(s, y, V, best, &b);
+        CHECK(kind < VALUE_KINDS || b.worst > 0x7f800000, "%08x", b.worst);
+    }
 }
 
 // ---- whole dialogues: the same script on both sides, compared after every pass
@@ -1326,14 +1333,7 @@ TEST(cuda_limits, "on the device, too, what leaves nothing out is full attention
     static const Script p = { 1, { 110 }, { 4 }, 5 };
     for (int f = 0; f < 2; f++) {
         OWN_MODEL Tiny m = table_model_of(2, 4, 2, f ? 64 : 16, 0);
-        const char *more = f ? "device=cuda batch-size=50 ctk=f16 ctv=f16" : "device=cuda batch-size=50";
-        uint64_t full = table_run(m, "full", 0, more, &p);
-        CHECK(full, "full: %s", table_err);
-        EACH_METHOD(x) {
-            const char *enough = formatted("%s %s", more, (*x)->budget ? "budget=1000" : "");
-            CHECK(!may_be_full(*x) || table_run(m, (*x)->name, 0, enough, &p) == full, "%s %s is not full attention",
-                  (*x)->name, enough);
-        }
+        full_at_its_limit(m, f ? "device=cuda batch-size=50 ctk=f16 ctv=f16" : "device=cuda batch-size=50", 1000, &p);
     }
 }
 
@@ -1429,50 +1429,6 @@ TEST(cuda_step_launches, "under every method a step that is replayed launches fi
         if (n < 0 && kv_longest(s, L - 1) <= budget_now(s)) continue;
         CHECK(n == want, "%s: %ld kernels in a step of %d layers, should be %ld", (*p)->name, n, L, want);
     }
-}
-
-// ---- the best of the logits
-
-void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out);
-
-// The device's k best of x (V) are top_k's, and it sees the largest bits without a sign.
-static void best_agrees(Session *s, const float *x, int V, int k, int kind) {
-    static BestLogits b;
-    OWN int *idx = xmalloc((size_t)V * sizeof *idx);
-    int n = top_k(x, V, k, idx), worst = 0;
-    for (int i = 0; i < V; i++) {
-        FloatBits u = { x[i] };
-        worst = max_int(worst, (int)(u.u & 0x7fffffff));
-    }
-    cuda_best(s, x, V, k, &b);
-    CHECK(b.n == n && b.worst == worst, "values %d: the best %d of %d: %d, %08x; on the CPU %d, %08x", kind, k, V, b.n,
-          b.worst, n, worst);
-    for (int i = 0; i < n && b.n == n; i++)
-        CHECK(b.best[i].id == idx[i] && !memcmp(&b.best[i].x, &x[idx[i]], 4),
-              "values %d: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", kind, k, V, i, b.best[i].id,
-              b.best[i].x, idx[i], x[idx[i]]);
-}
-
-TEST(cuda_best,
-     "the best of the logits are top_k's to the bit: one block and many, ties between blocks, "
-     "zeros of both signs, fewer than are wanted; NaN and infinity are seen") {
-    static const int sizes[] = { 1, 53, 4096, 4097, 9001, 33000 }, wanted[] = { 1, 2, 40, 128 };
-    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
-    OWN_SESSION Session *s = cuda_session(m, "full", "");
-    for (int i = 0; i < 6; i++)
-        for (int j = 0; j < 4; j++) {
-            int V = sizes[i], k = min_int(wanted[j], V);
-            order_set(i + j);
-            for (int kind = 0; kind < VALUE_KINDS; kind++) {
-                OWN float *x = values_of(V, kind);
-                best_agrees(s, x, V, k, kind);
-            }
-            OWN float *x = normals(V, 3);
-            BestLogits b;
-            x[V / 3] = -NAN;
-            cuda_best(s, x, V, k, &b);
-            CHECK(b.worst > 0x7f800000, "%08x", b.worst);
-        }
 }
 
 // Two sessions play the same dialogue, one with the best of the logits and one with all of them. Both draw the same ids,

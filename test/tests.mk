@@ -80,7 +80,7 @@ test-says:
 # installed first, or left out.
 HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_prefill_error cuda_rows cuda_attention cuda_tensor \
              cuda_packed cuda_select cuda_lines cuda_table cuda_index \
-             cuda_dialogues cuda_emulator cuda_columns cuda_best
+             cuda_dialogues cuda_emulator cuda_columns
 ifeq ($(CXX_OK)$(CXX_TRIED),)
 test: deps
 	@$(SHELL) data/install.sh g++ || true
