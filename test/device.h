@@ -591,9 +591,9 @@ static void draw_lines(Lines *a, int kind) {
     a->dense = kind == 3;
 }
 
-// Head h's part of the rows Q (H,m,N) that were sampled at the queries t (m) of T; r (m) and P (m,n) are its room.
-static LineSample sample_of(const Pair *p, int h, int T, const int *t, int m, const float *Q, int *r, float *P) {
-    int N = kv_longest(p->c, 0), n = kv_head(p->c, 0, h / (p->m.c->H / p->m.c->G))->len;
+// Head (l,h)'s part of the rows Q (H,m,N) that were sampled at the queries t (m) of T; r (m) and P (m,n) are its room.
+static LineSample sample_of(const Pair *p, int l, int h, int T, const int *t, int m, const float *Q, int *r, float *P) {
+    int N = kv_longest(p->c, l), n = kv_head(p->c, l, h / (p->m.c->H / p->m.c->G))->len;
     for (int j = 0; j < m; j++) {
         r[j] = n - T + t[j];
         memcpy(P + (size_t)j * n, Q + ((size_t)h * m + j) * N, n * sizeof *P);
@@ -602,17 +602,17 @@ static LineSample sample_of(const Pair *p, int h, int T, const int *t, int m, co
 }
 
 // select_exact from the same probabilities Q, which the device has, too, on both sides.
-static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q) {
-    int N = kv_longest(p->c, 0), r[20];
+static void choices_agree(Pair *p, int l, int T, const int *t, int m, const float *dev, const float *Q) {
+    int N = kv_longest(p->c, l), r[20];
     OWN double *room = xmalloc((size_t)5 * N * sizeof *room);
     OWN float *P = xmalloc((size_t)m * N * sizeof *P);
     for (int i = T % 3; i < 12; i += 3) {
         LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3], i % 4, 1 + i % 5 * 7, i % 2, i % 4 ? .9 : .3 };
-        Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
+        Lines *a = lines_new(p->c, l, T), *b = lines_new(p->c, l, T);
         LoopFound f, g[16];
-        choose_lines_cuda(p->d, 0, 0, p->m.c->G, &u, dev, T, m, b, g);
+        choose_lines_cuda(p->d, l, 0, p->m.c->G, &u, dev, T, m, b, g);
         for (int h = 0; h < p->m.c->H; h++) {
-            LineSample x = sample_of(p, h, T, t, m, Q, r, P);
+            LineSample x = sample_of(p, l, h, T, t, m, Q, r, P);
             size_t bytes = bit_bytes(x.n);
             a[h].dense = select_exact(&x, &u, &a[h], room, &f);
             CHECK(a[h].dense == b[h].dense && f.mass == g[h].mass && f.cells == g[h].cells,
@@ -624,21 +624,21 @@ static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev,
 }
 
 // The sampled softmax rows, and what is made of them.
-static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
+static void pair_samples(Pair *p, int l, int T, const float *q, const float *dq) {
     const Config *c = p->m.c;
-    int N = kv_longest(p->c, 0), m = min_int(T, 20), t[20], r[20];
+    int N = kv_longest(p->c, l), m = min_int(T, 20), t[20], r[20];
     size_t each = (size_t)m * N;
     for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
-    const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, t, m);
+    const float *dev = line_probs_cuda(p->d, l, 0, c->G, dq, t, m);
     OWN float *P = xmalloc(each * sizeof *P), *own = xmalloc(each * sizeof *own), *Q = xmalloc(c->H * each * sizeof *Q);
     OWN float *sum = xmalloc((size_t)c->H * N * sizeof *sum);
     cuda_get(Q, dev, c->H * each * sizeof *Q);
     for (int k = 0; k < c->H * 2; k++) {
         int h = k / 2, slash = k % 2;
-        LineSample x = sample_of(p, h, T, t, m, Q, r, P);
-        line_probs(p->c, 0, h, q, t, m, own, tiles_new(p->c));
+        LineSample x = sample_of(p, l, h, T, t, m, Q, r, P);
+        line_probs(p->c, l, h, q, t, m, own, tiles_new(p->c));
         CHECK(worst(P, own, (size_t)m * x.n, 1e-6, 1e-5, NULL) <= 1, "probabilities of head %d", h);
-        cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3), (size_t)c->H * N * sizeof *sum);
+        cuda_get(sum, line_sums_cuda(p->d, l, 0, c->G, dev, T, m, slash, 3), (size_t)c->H * N * sizeof *sum);
         for (int line = 0; line < x.n; line++) {
             float want = 0;
             for (int i = 0; i < m; i++) {
@@ -648,14 +648,14 @@ static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
             CHECK(sum[(size_t)h * N + line] == (line < 3 ? INFINITY : want), "sum %d of head %d, slash %d", line, h, slash);
         }
     }
-    choices_agree(p, T, t, m, dev, Q);
+    choices_agree(p, l, T, t, m, dev, Q);
     // Many equal gains.
     for (size_t i = 0; i < c->H * each; i++) Q[i] = rintf(Q[i] * 64) / 64;
     OWN_DEVICE float *even = put_floats(Q, c->H * each);
-    choices_agree(p, T, t, m, even, Q);
+    choices_agree(p, l, T, t, m, even, Q);
 }
 
-// Attention of the last T tokens over lines of all kinds in layer l. Without tensor cores the samples of layer 0, too.
+// Attention of the last T tokens over lines of all kinds in layer l. Without tensor cores their samples, too.
 static void pair_lines(Pair *p, int l, int T, int tensor) {
     const Config *c = p->m.c;
     double bound = tensor ? tensor_bound(p->d) : 1e-5;
@@ -669,7 +669,7 @@ static void pair_lines(Pair *p, int l, int T, int tensor) {
     CHECK(!tensor || counted("attend_kernel", 0), "lines on tensor cores");
     double e = asked_error(&ask, ask.all, bound);
     CHECK(e <= 1, "lines: layer %d, %d queries, H %d G %d D %d: %g times the bound", l, T, c->H, c->G, c->D, e);
-    if (!tensor && !l) pair_samples(p, T, ask.q, ask.dq);
+    if (!tensor) pair_samples(p, l, T, ask.q, ask.dq);
     scratch_reset(p->c, mark);
 }
 
