@@ -152,18 +152,25 @@ static uint64_t table_run(Tiny m, const char *spec, int small, const char *more,
 // May this method be full attention? One that stores rows is not, and SONIC's turns do not see each other.
 static int may_be_full(const Method *x) { return !(x->role & ROLE_STORE) && !x->rule; }
 
+// With a budget of this many tokens every method that may be is full attention, bit for bit. Returns a number of its logits.
+static uint64_t full_at_its_limit(Tiny m, const char *more, int tokens, const Script *script) {
+    uint64_t full = table_run(m, "full", 0, more, script);
+    CHECK(full, "full: %s", table_err);
+    EACH_METHOD(p) {
+        const char *enough = formatted((*p)->budget ? "%s budget=%d" : "%s", more, tokens);
+        CHECK(!may_be_full(*p) || table_run(m, (*p)->name, 0, enough, script) == full, "%s %s is not full attention",
+              (*p)->name, enough);
+    }
+    return full;
+}
+
 TEST(table_limits, "a budget of all tokens, at equality too, or sizes that leave nothing out are full attention bit "
                    "for bit; small ones are not") {
     OWN_MODEL Tiny m = table_model(3, 6, 3, 0);
-    uint64_t full = table_run(m, "full", 0, "", &table_script);
-    CHECK(full, "full: %s", table_err);
-    EACH_METHOD(p) {
-        const char *name = (*p)->name, *enough = (*p)->budget ? formatted("budget=%d", TABLE_TOKENS) : "";
-        CHECK(!may_be_full(*p) || table_run(m, name, 0, enough, &table_script) == full, "%s %s is not full attention", name,
-              enough);
-        CHECK(!(*p)->role || table_run(m, name, 1, "", &table_script) != full, "%s under small options is full attention",
-              name);
-    }
+    uint64_t full = full_at_its_limit(m, "", TABLE_TOKENS, &table_script);
+    EACH_METHOD(p)
+        CHECK(!(*p)->role || table_run(m, (*p)->name, 1, "", &table_script) != full, "%s under small options is full attention",
+              (*p)->name);
 }
 
 // ---- bits

@@ -481,11 +481,15 @@ EMU_QUIET static void emu_touch_shared(unsigned char *written, size_t n, int wri
     if (none) emu_die("reads shared memory that nobody has written");
 }
 
-// The allocation that begins at p or below it, the nearest one.
-EMU_QUIET static const Emu::EmuMem *emu_below(const void *p) {
-    int i = emu.mem.n - 1;
-    while (i > 0 && emu.mem.at[i].p > (const char *)p) i--;
-    return &emu.mem.at[i];
+// The allocation that begins at p or below it, the nearest one; -1: none.
+EMU_QUIET static int emu_below(const void *p) {
+    int lo = 0, hi = emu.mem.n;
+    while (lo < hi) {
+        int m = (lo + hi) / 2;
+        if (emu.mem.at[m].p <= (const char *)p) lo = m + 1;
+        else hi = m;
+    }
+    return lo - 1;
 }
 
 // The running block reads or writes n bytes of the device's memory at p. Ends the program if another block of
@@ -501,7 +505,7 @@ EMU_QUIET static void emu_touch_device(const void *p, size_t n, int write, int a
             emu_die("%s before dependency_wait",
                     write ? "writes device memory" : "reads what a kernel wrote that may still run");
         const EmuTouch *by = emu_touches(blocks, OF_BLOCKS, bytes, write, atomic);
-        const Emu::EmuMem *m = by ? emu_below(p) : NULL;
+        const Emu::EmuMem *m = by ? &emu.mem.at[emu_below(p)] : NULL;
         if (by)
             emu_die("block %u,%u,%u %s offset %td of an allocation of %zu bytes, "
                     "which %s of this launch %s: they come in any order",
@@ -887,13 +891,8 @@ EMU_QUIET static void emu_block(void) {
 // ------------------------------------------------------------------------ device memory
 // The live allocation that p lies in, or just behind; -1: none.
 static int emu_find(const void *p) {
-    int lo = 0, hi = emu.mem.n;
-    while (lo < hi) {
-        int m = (lo + hi) / 2;
-        if (emu.mem.at[m].p <= (char *)p) lo = m + 1;
-        else hi = m;
-    }
-    return lo && emu.mem.at[lo - 1].live && (char *)p <= emu.mem.at[lo - 1].p + emu.mem.at[lo - 1].bytes ? lo - 1 : -1;
+    int i = emu_below(p);
+    return i >= 0 && emu.mem.at[i].live && (char *)p <= emu.mem.at[i].p + emu.mem.at[i].bytes ? i : -1;
 }
 
 // An access to memory that may not be touched: says which, and ends the program.
@@ -904,7 +903,7 @@ static void emu_fault(int, siginfo_t *si, void *) {
     else if (!emu.kernel)
         fprintf(stderr, "cuda_emu: host code touched device memory\n");
     else {
-        const Emu::EmuMem *m = emu_below(a);
+        const Emu::EmuMem *m = &emu.mem.at[max_int(emu_below(a), 0)];
         fprintf(stderr, "cuda_emu: %s: block %u,%u,%u thread %u,%u,%u: offset %td of a %s allocation of %zu bytes\n",
                 emu.kernel, emu.bid.x, emu.bid.y, emu.bid.z, emu.cur->tid.x, emu.cur->tid.y, emu.cur->tid.z, a - m->p,
                 m->live ? "live" : "freed", m->bytes);
@@ -1250,14 +1249,6 @@ static void emu_copy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
         emu_die("cudaMemcpy: the ranges overlap");
     EmuOpen to(id), from(is);
     memcpy(d, s, n);
-}
-
-static cudaError_t cudaMemcpy(void *d, const void *s, size_t n, cudaMemcpyKind k) {
-    EMU_CALL(cudaErrorUnknown);
-    emu_settle("cudaMemcpy");
-    emu.ended = emu.launch;
-    emu_copy(d, s, n, k);
-    return cudaSuccess;
 }
 
 // Ends the program if ordinary host memory is copied while a graph is captured.
@@ -1837,7 +1828,8 @@ extern "C" void emu_provoke(int kind) {
         if (last) x[3] = 1;
     };
     cudaMalloc(&x, sizeof zero);
-    cudaMemcpy(x, zero, sizeof zero, cudaMemcpyHostToDevice);
+    cudaMemcpyAsync(x, zero, sizeof zero, cudaMemcpyHostToDevice);
+    cudaStreamSynchronize(0);
     if (kind == 0) emu_launch(0, "good", 3, 32, 0, +blocks, x, 1);
     if (kind == 1) emu_launch(0, "neighbours", 2, 32, 0, +[](int *x) { x[threadIdx.x] = (int)blockIdx.x; }, x);
     if (kind == 2) emu_launch(0, "reader", 2, 1, 0, +[](int *x) { x[blockIdx.x && x[0] > 5 ? 64 : 0] = 1; }, x);
@@ -1848,7 +1840,8 @@ extern "C" void emu_provoke(int kind) {
         cudaMemcpyAsync(x, zero, sizeof(int), cudaMemcpyHostToDevice, 0);
         zero[0] = 2;
         emu_launch(0, "first", 1, 1, 0, +first, x);
-        cudaMemcpy(zero, x, sizeof zero, cudaMemcpyDeviceToHost);
+        cudaMemcpyAsync(zero, x, sizeof zero, cudaMemcpyDeviceToHost);
+        cudaStreamSynchronize(0);
         fprintf(stderr, "%d read", zero[1]);
     }
     if (kind >= 6 && kind < 10) {

@@ -380,27 +380,9 @@ static void rows_agree(Pair *p, double k_std, const char *what) {
     }
 }
 
-TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format: append, keep, "
-                "compact, truncate, re-rotate, load; memory is given back") {
-    const char *format[] = { "f32", "f16", "bf16", "q8_0", "q4" };
-    EACH_VARIANT(once, 1) for (int f = 0; f < 5; f++) {
-        int D = (int[]){ 40, 48, 64, 72, 56 }[f];
-        OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
-        OWN_PAIR Pair p = pair_open(m, "full", formatted("ctk=%s ctv=%s", format[f], format[(f + 1) % 5]));
-        // f16 and the scales of q4: some saturate.
-        rows_agree(&p, f == 1 ? 30000 : f == 4 ? 1e9f : 1, format[f]);
-        if (f >= 3) {                           // a block with an infinity has a NaN for its scale
-            float a[72];
-            pair_append(&p, 1, INFINITY);
-            kv_load_k(p.c, kv_head(p.c, 0, 1), NULL, kv_head(p.c, 0, 1)->len - 1, 1, a);
-            CHECK(!pair_rows_differ(&p) && isnan(a[0]) && isnan(a[D - 1]), "an infinity in a row of %s", format[f]);
-        }
-    }
-}
-
-// What is asked of two sessions behind their passes: single tokens, a whole pass on tensor cores, or column sums on
-// tensor cores.
-enum { STEPS, PASS, SUMS };
+// What is asked of two sessions behind their passes: single tokens, a whole pass on tensor cores, column sums on tensor
+// cores, attention over lines without tensor cores, or on them.
+enum { STEPS, PASS, SUMS, LINES, LINES_TENSOR };
 
 // A row of the tests of attention: heads; tokens of two passes and of a last one, whose tokens ask; how keys and values
 // are stored; the options of pats, or NULL; 1: SONIC's rule.
@@ -429,7 +411,7 @@ static Pair pair_shaped(const Shape *x, int seed) {
     Tiny m = tiny_model(many ? 1 : 2, x->H, x->G, x->D, 16, 16, 11, seed);
     tiny_window(m, 2, 37);
     Pair p = pair_open(m, x->pats ? "pats" : "full", text);
-    p.c->wants = p.d->wants = seed % 4 == 3 ? 0 : KV_MASS;
+    p.c->wants = p.d->wants = seed % 4 == 3 || x->ask >= LINES ? 0 : KV_MASS;
     for (int i = 0; i < 2; i++) {
         int n = i ? x->second : x->first;
         if (n) pair_append(&p, n, 1);
@@ -597,6 +579,100 @@ static void pair_columns(Pair *p, int l, int n) {
     CHECK(!emulated() || emu_count("window_kernel") == emu_count("_kernel"), "D %d: other kernels", p->m.c->D);
 }
 
+// Kind 0: few lines; 1: many; 2: bands of 64 offsets; 3: dense; 4: the nearest 200 offsets too.
+static void draw_lines(Lines *a, int kind) {
+    bit_set(a->s, 0);
+    for (int i = 0; i < a->n; i++)
+        if (rnd_int(kind == 1 ? 3 : 25) == 0) bit_set(a->v, i);
+    for (int i = 0; i < a->n; i++)
+        if (rnd_int(kind == 1 ? 4 : 60) == 0) bit_set(a->s, i);
+    for (int i = 64; i < 128 && i < a->n && kind == 2; i++) bit_set(a->s, i);
+    for (int i = 0; i < 200 && i < a->n && kind == 4; i++) bit_set(a->s, i);
+    a->dense = kind == 3;
+}
+
+// Head (l,h)'s part of the rows Q (H,m,N) that were sampled at the queries t (m) of T; r (m) and P (m,n) are its room.
+static LineSample sample_of(const Pair *p, int l, int h, int T, const int *t, int m, const float *Q, int *r, float *P) {
+    int N = kv_longest(p->c, l), n = kv_head(p->c, l, h / (p->m.c->H / p->m.c->G))->len;
+    for (int j = 0; j < m; j++) {
+        r[j] = n - T + t[j];
+        memcpy(P + (size_t)j * n, Q + ((size_t)h * m + j) * N, n * sizeof *P);
+    }
+    return (LineSample){ m, n, n - T, r, P };
+}
+
+// select_exact from the same probabilities Q, which the device has, too, on both sides.
+static void choices_agree(Pair *p, int l, int T, const int *t, int m, const float *dev, const float *Q) {
+    int N = kv_longest(p->c, l), r[20];
+    OWN double *room = xmalloc((size_t)5 * N * sizeof *room);
+    OWN float *P = xmalloc((size_t)m * N * sizeof *P);
+    for (int i = T % 3; i < 12; i += 3) {
+        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3], i % 4, 1 + i % 5 * 7, i % 2, i % 4 ? .9 : .3 };
+        Lines *a = lines_new(p->c, l, T), *b = lines_new(p->c, l, T);
+        LoopFound f, g[16];
+        choose_lines_cuda(p->d, l, 0, p->m.c->G, &u, dev, T, m, b, g);
+        for (int h = 0; h < p->m.c->H; h++) {
+            LineSample x = sample_of(p, l, h, T, t, m, Q, r, P);
+            size_t bytes = bit_bytes(x.n);
+            a[h].dense = select_exact(&x, &u, &a[h], room, &f);
+            CHECK(a[h].dense == b[h].dense && f.mass == g[h].mass && f.cells == g[h].cells,
+                  "rule %d, head %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g", i, h, a[h].dense, b[h].dense, f.mass,
+                  g[h].mass, f.cells, g[h].cells);
+            CHECK(!memcmp(a[h].v, b[h].v, bytes) && !memcmp(a[h].s, b[h].s, bytes), "rule %d, head %d: other lines", i, h);
+        }
+    }
+}
+
+// The sampled softmax rows, and what is made of them.
+static void pair_samples(Pair *p, int l, int T, const float *q, const float *dq) {
+    const Config *c = p->m.c;
+    int N = kv_longest(p->c, l), m = min_int(T, 20), t[20], r[20];
+    size_t each = (size_t)m * N;
+    for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
+    const float *dev = line_probs_cuda(p->d, l, 0, c->G, dq, t, m);
+    OWN float *P = xmalloc(each * sizeof *P), *own = xmalloc(each * sizeof *own), *Q = xmalloc(c->H * each * sizeof *Q);
+    OWN float *sum = xmalloc((size_t)c->H * N * sizeof *sum);
+    cuda_get(Q, dev, c->H * each * sizeof *Q);
+    for (int k = 0; k < c->H * 2; k++) {
+        int h = k / 2, slash = k % 2;
+        LineSample x = sample_of(p, l, h, T, t, m, Q, r, P);
+        line_probs(p->c, l, h, q, t, m, own, tiles_new(p->c));
+        CHECK(worst(P, own, (size_t)m * x.n, 1e-6, 1e-5, NULL) <= 1, "probabilities of head %d", h);
+        cuda_get(sum, line_sums_cuda(p->d, l, 0, c->G, dev, T, m, slash, 3), (size_t)c->H * N * sizeof *sum);
+        for (int line = 0; line < x.n; line++) {
+            float want = 0;
+            for (int i = 0; i < m; i++) {
+                int at = slash ? r[i] - line : line;
+                if (at >= 0 && at <= r[i]) want += P[(size_t)i * x.n + at];
+            }
+            CHECK(sum[(size_t)h * N + line] == (line < 3 ? INFINITY : want), "sum %d of head %d, slash %d", line, h, slash);
+        }
+    }
+    choices_agree(p, l, T, t, m, dev, Q);
+    // Many equal gains.
+    for (size_t i = 0; i < c->H * each; i++) Q[i] = rintf(Q[i] * 64) / 64;
+    OWN_DEVICE float *even = put_floats(Q, c->H * each);
+    choices_agree(p, l, T, t, m, even, Q);
+}
+
+// Attention of the last T tokens over lines of all kinds in layer l. Without tensor cores their samples, too.
+static void pair_lines(Pair *p, int l, int T, int tensor) {
+    const Config *c = p->m.c;
+    double bound = tensor ? tensor_bound(p->d) : 1e-5;
+    OWN_ASKED Asked ask = asked_new(p, T);
+    size_t mark = scratch_mark(p->c);
+    Lines *lines = lines_new(p->c, l, T);
+    for (int h = 0; h < c->H; h++) draw_lines(&lines[h], h % (tensor ? 5 : 4));
+    emu_count(NULL);
+    lines_attend(p->c, l, lines, ask.want, ask.q, T);
+    lines_attend(p->d, l, lines, ask.dgot, ask.dq, T);
+    CHECK(!tensor || counted("attend_kernel", 0), "lines on tensor cores");
+    double e = asked_error(&ask, ask.all, bound);
+    CHECK(e <= 1, "lines: layer %d, %d queries, H %d G %d D %d: %g times the bound", l, T, c->H, c->G, c->D, e);
+    if (!tensor) pair_samples(p, l, T, ask.q, ask.dq);
+    scratch_reset(p->c, mark);
+}
+
 #define PATS_ALL "pats-bmin=0 pats-window=9 sink=3 "
 
 // Some 16 rows are a tile of a warp and 64 positions an item of a step, so lengths around these are tried.
@@ -651,6 +727,13 @@ static const Shape attention_shapes[] = {
     { SUMS, 16, 1, 64, 100, 70, 40, "f16", "f16" },      { SUMS, 9, 1, 128, 64, 0, 17, "bf16", "bf16", NULL, 1 },
     { SUMS, 14, 2, 128, 150, 60, 16, "f16", "q8_0" },    { SUMS, 10, 2, 64, 127, 0, 33, "bf16", "f32" },
     { SUMS, 1, 1, 64, 33000, 900, 19, "f16", "f16" },    // two tiles of 64 rows are a stretch
+    { LINES, 6, 3, 40, 1, 0, 68, "f32", "f32" },         { LINES, 3, 3, 48, 90, 0, 70, "bf16", "q8_0" },
+    { LINES, 8, 1, 128, 90, 0, 33, "f32", "f32" },
+    { LINES, 6, 3, 64, 60, 0, 40, "f16", "f16", "pats-window=9" },
+    { LINES_TENSOR, 10, 2, 40, 90, 0, 131, "f16", "f16" }, { LINES_TENSOR, 6, 3, 64, 200, 0, 70, "bf16", "bf16" },
+    { LINES_TENSOR, 8, 2, 128, 300, 0, 65, "f16", "f16" }, { LINES_TENSOR, 5, 1, 160, 33, 0, 100, "bf16", "bf16" },
+    { LINES_TENSOR, 5, 5, 96, 1, 0, 150, "q8_0", "q8_0" }, { LINES_TENSOR, 5, 1, 256, 150, 0, 64, "f16", "f16" },
+    { LINES_TENSOR, 2, 1, 16, 6800, 0, 64, "f16", "f16" }, // more columns than a list has
 };
 
 // Every shape of which this is asked, in both layers.
@@ -658,14 +741,15 @@ static void shapes_agree(int ask) {
     int all = sizeof attention_shapes / sizeof *attention_shapes;
     EACH_VARIANT(i, all) {
         const Shape *x = &attention_shapes[i];
-        if (x->ask != ask) continue;
+        if (min_int(x->ask, LINES) != ask) continue;
         int fast = (x->D == 64 || x->D == 128) && !strcmp(x->k, x->v) && strcmp(x->k, "f32");
-        cuda_tensor_min(ask == PASS && x->n < 256);
+        cuda_tensor_min((ask == PASS && x->n < 256) || x->ask == LINES_TENSOR);
         Pair p = pair_shaped(x, 5 + i);
         for (int l = 0; l < p.m.c->L; l++) {
             if (ask == STEPS) pair_attention(&p, l, x->n, fast);
             if (ask == PASS) pair_prefill(&p, l, x->n);
             if (ask == SUMS) pair_columns(&p, l, x->n);
+            if (ask == LINES) pair_lines(&p, l, x->n, x->ask == LINES_TENSOR);
         }
         pair_close(&p);
         tiny_free(p.m);
@@ -690,29 +774,50 @@ TEST(cuda_columns, "column sums agree with the CPU: head_dim 64 and 128, f16 and
     shapes_agree(SUMS);
 }
 
-TEST(cuda_packed, "PATS on the device: packed bytes, tables and raw rows are the CPU's after "
-                  "cutting, re-packing, dropping and truncating; attention reads them") {
-    const char *text[] = {
-        "ctk=f16 ctv=f16 pats-window=9 sink=3",
-        "ctk=f16 ctv=f16 pats-window=9 sink=3 pats-bmax=10 pats-format=rows64",
-        "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-tend=120",
-        "ctk=f16 ctv=f16 pats-window=0 sink=0 pats-schedule=old "
-        "pats-tend=150 pats-format=rows64",
-        "ctk=f16 ctv=f16 pats-window=7 pats-tend=150 pats-bmax=10"
+TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and without: dense heads beside them "
+                 "alone and as whole groups, bands that fill tiles, unequal heads, packed rows, a sliding window, head_dim "
+                 "16 to 256, more columns than a list; sampled softmax rows, their line sums and what is chosen too") {
+    shapes_agree(LINES);
+}
+
+TEST(cuda_rows, "rows on the device are the CPU's to the bit in every format, packed ones and their tables too: append, keep, "
+                "compact, truncate, re-rotate, pack again, load; attention reads packed rows; memory is given back") {
+    static const struct {
+        int D;
+        const char *method, *text;
+        double k_std;
+    } run[] = {
+        { 40, "full", "ctk=f32 ctv=f16", 1 },
+        { 48, "full", "ctk=f16 ctv=bf16", 30000 },      // some saturate; so do the scales of q4
+        { 64, "full", "ctk=bf16 ctv=q8_0", 1 },
+        { 72, "full", "ctk=q8_0 ctv=q4", 1 },
+        { 56, "full", "ctk=q4 ctv=f32", 1e9 },
+        { 40, "pats", "ctk=f16 ctv=f16 pats-window=9 sink=3", 1 },
+        { 64, "pats", "ctk=f16 ctv=f16 pats-window=9 sink=3 pats-bmax=10 pats-format=rows64", 1 },
+        { 48, "pats", "ctk=f16 ctv=f16 pats-window=5 pats-schedule=new pats-tend=120", 1 },
+        { 128, "pats", "ctk=f16 ctv=f16 pats-window=0 sink=0 pats-schedule=old pats-tend=150 pats-format=rows64", 1 },
+        { 8, "pats", "ctk=f16 ctv=f16 pats-window=7 pats-tend=150 pats-bmax=10", 1 },
     };
-    EACH_VARIANT(i, 5) {
-        int D = (int[]){ 40, 64, 48, 128, 8 }[i];
+    EACH_VARIANT(once, 1) for (int i = 0; i < 10; i++) {
+        const char *text = run[i].text;
+        int D = run[i].D;
         OWN_MODEL Tiny m = tiny_model(2, 6, 3, D, 16, 16, 11, 3);
-        OWN_PAIR Pair p = pair_open(m, "pats", text[i]);
-        rows_agree(&p, 1, text[i]);
+        OWN_PAIR Pair p = pair_open(m, run[i].method, text);
+        rows_agree(&p, run[i].k_std, text);
+        if (text[4] == 'q') {                   // a block with an infinity has a NaN for its scale
+            float a[72];
+            pair_append(&p, 1, INFINITY);
+            kv_load_k(p.c, kv_head(p.c, 0, 1), NULL, kv_head(p.c, 0, 1)->len - 1, 1, a);
+            CHECK(!pair_rows_differ(&p) && isnan(a[0]) && isnan(a[D - 1]), "%s: an infinity in a row", text);
+        }
+        if (!p.c->packing) continue;
         pair_pass(&p, 40, 1);
-        CHECK(kv_head(p.d, 0, 1)->packed > 30, "%s: %d packed rows", text[i], kv_head(p.d, 0, 1)->packed);
+        CHECK(kv_head(p.d, 0, 1)->packed > 30, "%s: %d packed rows", text, kv_head(p.d, 0, 1)->packed);
         pair_pass(&p, 13, 1);
         for (int l = 0; l < 2; l++) pair_attention(&p, l, 13, 0);
         size_t held = cuda_held(p.d), told = kv_bytes(p.d);
-        CHECK(held >= told && held < told + 6 * 2 * 4096,
-              "%s: %zu bytes held, %zu told: packed rows come in steps of 4096", text[i], held,
-              told);
+        CHECK(held >= told && held < told + 6 * 2 * 4096, "%s: %zu bytes held, %zu told: packed rows come in steps of 4096",
+              text, held, told);
     }
 }
 
@@ -749,6 +854,8 @@ TEST(cuda_attention_q8_scales, "decode over q8_0 rows with values from 1e-4 to 1
     }
 }
 
+void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out);
+
 // n numbers over which a choice may stumble, to be freed; kind: random, many ties, all equal but for their signs, infinities
 // among them, ascending.
 enum { PLAIN, TIES, ZEROS, INFINITIES, ASCENDING, VALUE_KINDS };
@@ -763,14 +870,30 @@ static float *values_of(int n, int kind) {
     return x;
 }
 
-TEST(cuda_select, "top-k on the device is the CPU's to the bit: ties, signs, infinities, empty and short rows, k 0 to past "
-                  "n") {
-    OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 11, 2);
+// The device's k best of x (V) are top_k's, and it sees the largest bits without a sign.
+static void best_agrees(Session *s, const float *x, int V, int k, int kind) {
+    static BestLogits b;
+    OWN int *idx = xmalloc((size_t)V * sizeof *idx);
+    int n = top_k(x, V, k, idx), worst = 0, bad = 0;
+    for (int i = 0; i < V; i++) {
+        FloatBits u = { x[i] };
+        worst = max_int(worst, (int)(u.u & 0x7fffffff));
+    }
+    cuda_best(s, x, V, k, &b);
+    for (int i = 0; i < n && b.n == n; i++) bad += b.best[i].id != idx[i] || memcmp(&b.best[i].x, &x[idx[i]], 4);
+    CHECK(b.n == n && b.worst == worst && !bad, "values %d: the best %d of %d: %d, %d others, %08x; on the CPU %d, %08x", kind,
+          k, V, b.n, bad, b.worst, n, worst);
+}
+
+TEST(cuda_select, "top-k on the device is the CPU's to the bit, of rows - empty and short ones, k 0 to past n - and of the "
+                  "logits: one block and many, ties between blocks, zeros of both signs, infinities; NaN is seen") {
+    enum { S = 6, N = 1300 };
+    static const int sizes[] = { 1, 53, 4096, 4097, 9001, 33000 }, wanted[] = { 1, 2, 40, 128 };
+    static const int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 };
+    OWN_MODEL Tiny m = tiny_model(1, 6, 3, 16, 16, 16, 53, 2);
     OWN_SESSION Session *s = cuda_session(m, "full", "");
     EACH_VARIANT(once, 1) for (int kind = 0; kind < VALUE_KINDS; kind++) {
-        enum { S = 6, N = 1300 };
-        int n[S] = { 1300, 1, 0, 513, 31, 700 }, k[S] = { 64, 3, 5, 513, 0, 699 }, got[S];
-        int want[N], per = 700;
+        int want[N], got[S], per = 700;
         OWN float *x = values_of(S * N, kind);
         OWN int *idx = xmalloc(S * per * sizeof *idx);
         OWN_DEVICE float *dx = put_floats(x, S * N);
@@ -781,135 +904,16 @@ TEST(cuda_select, "top-k on the device is the CPU's to the bit: ties, signs, inf
                   "values %d, row %d: %d, expected %d", kind, i, got[i], w);
         }
     }
-}
-
-// Kind 0: few lines; 1: many; 2: bands of 64 offsets; 3: dense; 4: the nearest 200 offsets too.
-static void draw_lines(Lines *a, int kind) {
-    bit_set(a->s, 0);
-    for (int i = 0; i < a->n; i++)
-        if (rnd_int(kind == 1 ? 3 : 25) == 0) bit_set(a->v, i);
-    for (int i = 0; i < a->n; i++)
-        if (rnd_int(kind == 1 ? 4 : 60) == 0) bit_set(a->s, i);
-    for (int i = 64; i < 128 && i < a->n && kind == 2; i++) bit_set(a->s, i);
-    for (int i = 0; i < 200 && i < a->n && kind == 4; i++) bit_set(a->s, i);
-    a->dense = kind == 3;
-}
-
-// Head h's part of the rows Q (H,m,N) that were sampled at the queries t (m) of T; r (m) and P (m,n) are its room.
-static LineSample sample_of(const Pair *p, int h, int T, const int *t, int m, const float *Q, int *r, float *P) {
-    int N = kv_longest(p->c, 0), n = kv_head(p->c, 0, h / (p->m.c->H / p->m.c->G))->len;
-    for (int j = 0; j < m; j++) {
-        r[j] = n - T + t[j];
-        memcpy(P + (size_t)j * n, Q + ((size_t)h * m + j) * N, n * sizeof *P);
+    for (int i = 0; i < 6 * 4 * (VALUE_KINDS + 1); i++) {
+        int V = sizes[i / 4 % 6], best = min_int(wanted[i % 4], V), kind = i / 24;
+        OWN float *y = values_of(V, kind);              // the last kind: one is NaN
+        order_set(i / 4 + i);
+        if (kind == VALUE_KINDS) y[V / 3] = -NAN;
+        if (kind < VALUE_KINDS) best_agrees(s, y, V, best, kind);
+        BestLogits b = { 0 };
+        if (kind == VALUE_KINDS) cuda_best(s, y, V, best, &b);
+        CHECK(kind < VALUE_KINDS || b.worst > 0x7f800000, "%08x", b.worst);
     }
-    return (LineSample){ m, n, n - T, r, P };
-}
-
-// select_exact from the same probabilities Q, which the device has, too, on both sides.
-static void choices_agree(Pair *p, int T, const int *t, int m, const float *dev, const float *Q) {
-    int N = kv_longest(p->c, 0), r[20];
-    OWN double *room = xmalloc((size_t)5 * N * sizeof *room);
-    OWN float *P = xmalloc((size_t)m * N * sizeof *P);
-    for (int i = T % 3; i < 12; i += 3) {
-        LoopRule u = { (double[]){ .3, .6, .9, .999 }[i / 3], i % 4, 1 + i % 5 * 7, i % 2, i % 4 ? .9 : .3 };
-        Lines *a = lines_new(p->c, 0, T), *b = lines_new(p->c, 0, T);
-        LoopFound f, g[16];
-        choose_lines_cuda(p->d, 0, 0, p->m.c->G, &u, dev, T, m, b, g);
-        for (int h = 0; h < p->m.c->H; h++) {
-            LineSample x = sample_of(p, h, T, t, m, Q, r, P);
-            size_t bytes = bit_bytes(x.n);
-            a[h].dense = select_exact(&x, &u, &a[h], room, &f);
-            CHECK(a[h].dense == b[h].dense && f.mass == g[h].mass && f.cells == g[h].cells,
-                  "rule %d, head %d: dense %d %d, mass %.17g %.17g, share %.17g %.17g", i, h, a[h].dense, b[h].dense, f.mass,
-                  g[h].mass, f.cells, g[h].cells);
-            CHECK(!memcmp(a[h].v, b[h].v, bytes) && !memcmp(a[h].s, b[h].s, bytes), "rule %d, head %d: other lines", i, h);
-        }
-    }
-}
-
-// The sampled softmax rows, and what is made of them.
-static void pair_samples(Pair *p, int T, const float *q, const float *dq) {
-    const Config *c = p->m.c;
-    int N = kv_longest(p->c, 0), m = min_int(T, 20), t[20], r[20];
-    size_t each = (size_t)m * N;
-    for (int i = 0; i < m; i++) t[i] = (int)((long)(i + 1) * T / m) - 1;
-    const float *dev = line_probs_cuda(p->d, 0, 0, c->G, dq, t, m);
-    OWN float *P = xmalloc(each * sizeof *P), *own = xmalloc(each * sizeof *own), *Q = xmalloc(c->H * each * sizeof *Q);
-    OWN float *sum = xmalloc((size_t)c->H * N * sizeof *sum);
-    cuda_get(Q, dev, c->H * each * sizeof *Q);
-    for (int k = 0; k < c->H * 2; k++) {
-        int h = k / 2, slash = k % 2;
-        LineSample x = sample_of(p, h, T, t, m, Q, r, P);
-        line_probs(p->c, 0, h, q, t, m, own, tiles_new(p->c));
-        CHECK(worst(P, own, (size_t)m * x.n, 1e-6, 1e-5, NULL) <= 1, "probabilities of head %d", h);
-        cuda_get(sum, line_sums_cuda(p->d, 0, 0, c->G, dev, T, m, slash, 3), (size_t)c->H * N * sizeof *sum);
-        for (int line = 0; line < x.n; line++) {
-            float want = 0;
-            for (int i = 0; i < m; i++) {
-                int at = slash ? r[i] - line : line;
-                if (at >= 0 && at <= r[i]) want += P[(size_t)i * x.n + at];
-            }
-            CHECK(sum[(size_t)h * N + line] == (line < 3 ? INFINITY : want), "sum %d of head %d, slash %d", line, h, slash);
-        }
-    }
-    choices_agree(p, T, t, m, dev, Q);
-    // Many equal gains.
-    for (size_t i = 0; i < c->H * each; i++) Q[i] = rintf(Q[i] * 64) / 64;
-    OWN_DEVICE float *even = put_floats(Q, c->H * each);
-    choices_agree(p, T, t, m, even, Q);
-}
-
-// Attention over lines of all kinds on both sides; results must agree within the bound, absolute and
-// relative. kinds: how many of draw_lines' there are.
-static void pair_lines(Pair *p, int T, int kinds, double bound) {
-    const Config *c = p->m.c;
-    OWN_ASKED Asked ask = asked_new(p, T);
-    size_t mark = scratch_mark(p->c);
-    Lines *lines = lines_new(p->c, 0, T);
-    for (int h = 0; h < c->H; h++) draw_lines(&lines[h], h % kinds);
-    lines_attend(p->c, 0, lines, ask.want, ask.q, T);
-    lines_attend(p->d, 0, lines, ask.dgot, ask.dq, T);
-    double e = asked_error(&ask, ask.all, bound);
-    CHECK(e <= 1, "lines: %d queries, H %d G %d D %d: %g times the bound", T, c->H, c->G, c->D, e);
-    if (kinds == 4) pair_samples(p, T, ask.q, ask.dq);
-    scratch_reset(p->c, mark);
-}
-
-TEST(cuda_lines, "attention over lines agrees with the CPU, on tensor cores and without: dense heads beside them "
-                 "alone and as whole groups, bands that fill tiles, unequal heads, packed rows, a sliding window, head_dim "
-                 "40 to 256, more columns than a list; sampled softmax rows, their line sums and what is chosen too") {
-    static const struct {
-        int tensor, H, G, D, before, T, window;
-        const char *method, *rows;
-    } shape[] = {
-        { 0, 6, 3, 40, 0, 68, 0, "full", "" },
-        { 0, 3, 3, 48, 90, 70, 0, "full", "ctk=bf16 ctv=q8_0" },
-        { 0, 8, 1, 128, 90, 33, 50, "full", "" },
-        { 0, 6, 3, 64, 60, 40, 0, "pats", "pats-window=9 ctk=f16 ctv=f16" },
-        { 1, 10, 2, 40, 90, 131, 0, "full", "ctk=f16 ctv=f16" },
-        { 1, 6, 3, 64, 200, 70, 0, "full", "ctk=bf16 ctv=bf16" },
-        { 1, 8, 2, 128, 300, 65, 90, "full", "ctk=f16 ctv=f16" },
-        { 1, 5, 1, 160, 33, 100, 0, "full", "ctk=bf16 ctv=bf16" },
-        { 1, 5, 5, 96, 0, 150, 0, "full", "ctk=q8_0 ctv=q8_0" },
-        { 1, 5, 1, 256, 150, 64, 0, "full", "ctk=f16 ctv=f16" },
-        { 1, 2, 1, 16, 3400, 64, 0, "full", "ctk=f16 ctv=f16" },
-    };
-    int n_shape = sizeof shape / sizeof *shape;
-    EACH_VARIANT(i, n_shape) {
-        OWN_MODEL Tiny m = tiny_model(1, shape[i].H, shape[i].G, shape[i].D, 16, 16, 11, 4 + i);
-        tiny_window(m, shape[i].window > 0, shape[i].window);
-        OWN_PAIR Pair p = pair_open(m, shape[i].method, shape[i].rows);
-        if (shape[i].before) pair_append(&p, shape[i].before, 1);
-        for (int g = 0; g < shape[i].G && i % 4 == 1; g++) pair_keep(&p, 0, g, 0, 2 + g, g);
-        if (i == 3) pair_commit(&p, shape[i].before);
-        rnd_seed(40 + i);
-        pair_append(&p, shape[i].T, 1);
-        cuda_tensor_min(shape[i].tensor);
-        emu_count(NULL);
-        pair_lines(&p, shape[i].T, shape[i].tensor ? 5 : 4, shape[i].tensor ? tensor_bound(p.d) : 1e-5);
-        CHECK(!shape[i].tensor || counted("attend_kernel", 0), "lines on tensor cores");
-    }
-    cuda_tensor_min(0);
 }
 
 // ---- whole dialogues: the same script on both sides, compared after every pass
@@ -1089,6 +1093,11 @@ TEST(cuda_dialogues, "dialogues in models, shapes and formats that the table doe
         { 2, 6, 3, 40, 37, "full", "exact ctk=f16", 1e-3, NORMS | BIASES | WINDOW | TIED | HALVES },
         { 2, 6, 3, 40, 37, "snapkv", "exact budget=20 obs-window=4", 1e-3, NORMS | BIASES | WINDOW | TIED | HALVES },
         { 2, 6, 3, 40, 37, "full", "exact", 1e-3, NORMS | BIASES | WINDOW | MIXED },
+        // One product of 16-bit numbers a matrix; a row's scale brings back activations far beyond f16's largest number.
+        { 2, 6, 3, 40, 37, "full", "", 2e-3, NORMS | BIASES | WINDOW | TIED | HALVES },
+        { 2, 6, 3, 40, 37, "full", "", 2e-3, NORMS | BIASES | WINDOW | MIXED },
+        { 2, 6, 3, 40, 37, "full", "", 3e-3, MIXED | BEYOND },
+        { 2, 6, 3, 40, 37, "full", "exact", 1e-3, MIXED | BEYOND },
         { 2, 2, 2, 128, 40, "full", "ctk=f16 ctv=f16", 1e-3, NORMS, 520 },
         { 2, 4, 2, 6, 40, "full", "", 1e-3, NORMS, 20 },
         { 2, 3, 3, 64, 40, "full", "ctk=f16 ctv=f16", 1e-3, BIASES | TIED },
@@ -1326,50 +1335,8 @@ TEST(cuda_limits, "on the device, too, what leaves nothing out is full attention
     static const Script p = { 1, { 110 }, { 4 }, 5 };
     for (int f = 0; f < 2; f++) {
         OWN_MODEL Tiny m = table_model_of(2, 4, 2, f ? 64 : 16, 0);
-        const char *more = f ? "device=cuda batch-size=50 ctk=f16 ctv=f16" : "device=cuda batch-size=50";
-        uint64_t full = table_run(m, "full", 0, more, &p);
-        CHECK(full, "full: %s", table_err);
-        EACH_METHOD(x) {
-            const char *enough = formatted("%s %s", more, (*x)->budget ? "budget=1000" : "");
-            CHECK(!may_be_full(*x) || table_run(m, (*x)->name, 0, enough, &p) == full, "%s %s is not full attention",
-                  (*x)->name, enough);
-        }
+        full_at_its_limit(m, f ? "device=cuda batch-size=50 ctk=f16 ctv=f16" : "device=cuda batch-size=50", 1000, &p);
     }
-}
-
-// The largest difference of a device's logits from the CPU's, by the largest logit: a prefill of 40 tokens and two steps.
-static double path_error(Tiny m, const char *text) {
-    enum { T = 40 };
-    OWN_PAIR Pair p = pair_open(m, "full", text);
-    const int *ids = seven_ids(T, m.c->V);
-    double e = 0;
-    for (int i = -1; i < 2; i++) {
-        const float *x = i < 0 ? prefill(p.c, ids, T) : decode(p.c, ids[i]);
-        const float *y = i < 0 ? prefill(p.d, ids, T) : decode(p.d, ids[i]);
-        e = fmax(e, largest_difference(x, y, m.c->V));
-    }
-    return e;
-}
-
-TEST(cuda_prefill_error, "logits behind a prefill with bf16 weights: one product is off by a thousandth of the largest at "
-                         "most, --exact by less than a ten thousandth; activations far beyond f16's largest number go "
-                         "through one product, too: the row's scale brings them back") {
-    Config *c = config_synthetic("L3,H4,G2,D64,C128,F256,V256");
-    Weights *w = weights_synthetic(c, 1);
-    double one = path_error((Tiny){ c, w }, ""), two = path_error((Tiny){ c, w }, "exact");
-    CHECK(one < 1e-3 && two < 1e-4 && two < one, "one product %g, exact %g", one, two);
-    weights_close(w, c);
-
-    OWN_MODEL Tiny m = tiny_model(2, 2, 1, 16, 24, 40, 53, 31);
-    for (int l = 0; l < 2; l++) {
-        Layer *y = &m.w->layer[l];
-        float *up = (float *)y->up.data;
-        for (int i = 0; i < 40 * 24; i++) up[i] *= 1e6f;
-        Tensor *all[] = { &y->wq, &y->wk, &y->wv, &y->wo, &y->gate, &y->up, &y->down };
-        for (int i = 0; i < 7; i++) *all[i] = tiny_as(*all[i], DT_BF16);
-    }
-    one = path_error(m, "");
-    CHECK(one < 2e-3, "logits differ by %g of the largest", one);
 }
 
 // The exit code opening a session ends with; 0: it opened.
@@ -1431,50 +1398,6 @@ TEST(cuda_step_launches, "under every method a step that is replayed launches fi
     }
 }
 
-// ---- the best of the logits
-
-void cuda_best(Session *s, const float *row, int V, int k, BestLogits *out);
-
-// The device's k best of x (V) are top_k's, and it sees the largest bits without a sign.
-static void best_agrees(Session *s, const float *x, int V, int k, int kind) {
-    static BestLogits b;
-    OWN int *idx = xmalloc((size_t)V * sizeof *idx);
-    int n = top_k(x, V, k, idx), worst = 0;
-    for (int i = 0; i < V; i++) {
-        FloatBits u = { x[i] };
-        worst = max_int(worst, (int)(u.u & 0x7fffffff));
-    }
-    cuda_best(s, x, V, k, &b);
-    CHECK(b.n == n && b.worst == worst, "values %d: the best %d of %d: %d, %08x; on the CPU %d, %08x", kind, k, V, b.n,
-          b.worst, n, worst);
-    for (int i = 0; i < n && b.n == n; i++)
-        CHECK(b.best[i].id == idx[i] && !memcmp(&b.best[i].x, &x[idx[i]], 4),
-              "values %d: the best %d of %d, place %d: id %d, %g; on the CPU %d, %g", kind, k, V, i, b.best[i].id,
-              b.best[i].x, idx[i], x[idx[i]]);
-}
-
-TEST(cuda_best,
-     "the best of the logits are top_k's to the bit: one block and many, ties between blocks, "
-     "zeros of both signs, fewer than are wanted; NaN and infinity are seen") {
-    static const int sizes[] = { 1, 53, 4096, 4097, 9001, 33000 }, wanted[] = { 1, 2, 40, 128 };
-    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 53, 1);
-    OWN_SESSION Session *s = cuda_session(m, "full", "");
-    for (int i = 0; i < 6; i++)
-        for (int j = 0; j < 4; j++) {
-            int V = sizes[i], k = min_int(wanted[j], V);
-            order_set(i + j);
-            for (int kind = 0; kind < VALUE_KINDS; kind++) {
-                OWN float *x = values_of(V, kind);
-                best_agrees(s, x, V, k, kind);
-            }
-            OWN float *x = normals(V, 3);
-            BestLogits b;
-            x[V / 3] = -NAN;
-            cuda_best(s, x, V, k, &b);
-            CHECK(b.worst > 0x7f800000, "%08x", b.worst);
-        }
-}
-
 // Two sessions play the same dialogue, one with the best of the logits and one with all of them. Both draw the same ids,
 // which are those the dialogue goes on with. picks: how many the options ask for.
 static void sampling_agrees(Tiny m, const char *method, const char *text, int picks) {
@@ -1528,8 +1451,15 @@ TEST(cuda_sampling, "ids drawn from the best logits, which a device brings, are 
 // The bytes that a memory plan asks for in all.
 static size_t planned(const MemoryPlan *p) { return p->weights + p->kv + p->parts + p->pass; }
 
-TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it; too small a "
-                  "device: exit 4 with the numbers and what helps") {
+// The first call sets the mark to what is held.
+static size_t held_now(void) {
+    emu_most_memory();
+    return emu_most_memory();
+}
+
+TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four times it, the sum of its lines, and enough: PATS "
+                  "packs a prefill layer by layer where the raw rows of all would not fit; too small a device: exit 4 with "
+                  "the numbers and what helps") {
     static const struct {
         const char *method, *text;
     } run[] = {
@@ -1541,34 +1471,34 @@ TEST(cuda_memory, "a plan is at least what a dialogue takes and at most four tim
         { "quest", "ctx-size=300 budget=64" },
         { "lychee", "ctx-size=300 budget=64 lychee-buffer=8 sink=4" },
         { "loopserve", "ctx-size=300 loopserve-min-context=0" },
+        { "pats", "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 ctv=f16" },
     };
-    for (int i = 0; emulated() && i < 8; i++) {
-        OWN_MODEL Tiny m = tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
+    for (int i = 0; i < 9; i++) {
+        int packs = i == 8, T = packs ? 500 : 299;
+        OWN_MODEL Tiny m = packs ? tiny_model(8, 1, 1, 32, 16, 16, 53, 31) : tiny_model(4, 2, 1, 32, 48, 96, 53, 31);
         weights_count(m.w, m.c);
-        emu_most_memory();
-        CHECK(emu_most_memory() == 0, "%zu bytes were never given back", emu_most_memory());
+        CHECK(held_now() == 0, "%zu bytes were never given back", held_now());
         Session *s = cuda_session(m, run[i].method, run[i].text);
         MemoryPlan p = memory_plan(s);
-        prefill(s, seven_ids(299, 53), 299);
-        decode(s, 1);
-        size_t need = planned(&p), most = emu_most_memory();
-        CHECK(most <= need && need <= 4 * most, "%s %s: %zu bytes held at most, %zu planned", run[i].method, run[i].text,
-              most, need);
+        size_t need = planned(&p), raw = packs ? (size_t)8 * 512 * 32 * 4 : SIZE_MAX, sum = 0;   // K and V of all layers
+        for (int k = 0; k < p.n_line; k++) sum += p.line[k].bytes;
+        CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
+        CHECK(!packs || need < p.weights + p.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need, raw, p.pass);
+        emu_set_memory(need);
+        CHECK(isfinite(*prefill(s, seven_ids(T, 53), T)) && isfinite(*decode(s, 1)), "logits");
+        size_t most = emu_most_memory();
+        CHECK(!emulated() || (most <= need && need <= 4 * most), "%s %s: %zu bytes held at most, %zu planned", run[i].method,
+              run[i].text, most, need);
+        CHECK(cuda_held(s) < raw / 5 * 4, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
         session_done(s);
+        CHECK(cuda_try(m, run[i].method, run[i].text) == 0, "exactly enough: %s", die_text);
+        if (!emulated()) continue;
         emu_set_memory(i == 1 ? p.weights / 2 : need - 1);
         int rc = cuda_try(m, run[i].method, run[i].text);
         CHECK(rc == EXIT_MEMORY && strstr(die_text, "needed") && strstr(die_text, i == 1 ? "the weights alone" : "-c"),
               "%d: %s", rc, die_text);
-        emu_set_memory(need);
-        CHECK(cuda_try(m, run[i].method, run[i].text) == 0, "exactly enough: %s", die_text);
         emu_set_memory(0);
     }
-}
-
-// The first call sets the mark to what is held.
-static size_t held_now(void) {
-    emu_most_memory();
-    return emu_most_memory();
 }
 
 // What -d auto takes for this model.
@@ -1584,23 +1514,40 @@ static const char *device_chosen(Tiny m) {
     return took;
 }
 
-TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model or for the trial "
-                "keeps it on the CPU") {
-    OWN_MODEL Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31);
+TEST(cuda_auto, "-d auto takes the GPU after a trial against the CPU; a device too small for the model or for the trial, a "
+                "GPU too old for the kernels, a driver too old for the runtime keep it on the CPU, and are told before "
+                "anything is brought there; so is a head_dim past 256") {
+    OWN_MODEL Tiny m = tiny_model(2, 2, 1, 32, 48, 96, 53, 31), wide = tiny_model(1, 2, 1, 258, 16, 16, 11, 1);
     weights_count(m.w, m.c);
     OWN_OPTIONS Options *like = options_of_program();
     double e = device_trial(like);
     CHECK(e >= 0 && e < 1e-3, "the trial: %g", e);
     CHECK(!strcmp(device_chosen(m), "cuda"), "-d auto: %s", device_chosen(m));
-    if (!emulated()) return;
-    emu_set_memory(1000);
-    CHECK(!strcmp(device_chosen(m), "cpu"), "1000 bytes: -d %s", device_chosen(m));
+    CHECK(cuda_try(wide, "full", "") == EXIT_USAGE && strstr(die_text, "head_dim"), "%s", die_text);
     OWN_SESSION Session *s = session_of(m, "full", "ctx-size=300");
     MemoryPlan p = memory_plan(s);
-    emu_set_memory(planned(&p) + 1000);     // enough for this model, not for the trial's
-    CHECK(!strcmp(device_chosen(m), "cpu"), "no room for the trial: -d %s", device_chosen(m));
-    CHECK(device_trial(like) == -1 && strstr(die_text, "needed"), "%s", die_text);
+    const struct {
+        size_t memory;          // 0: enough
+        int major, old_driver;
+        const char *why;
+    } lack[] = { { 1000, 8, 0, "needed" },
+                 { planned(&p) + 1000, 8, 0, NULL },            // enough for this model, not for the trial's
+                 { 0, 7, 0, "compute capability 7.0" },
+                 { 0, 8, 1, "driver version is insufficient" } };
+    for (int i = 0; emulated() && i < 4; i++) {
+        size_t before = held_now();
+        emu_set_memory(lack[i].memory);
+        emu_set_device(lack[i].major, lack[i].old_driver);
+        CHECK(!strcmp(device_chosen(m), "cpu"), "%d: -d auto: %s", i, device_chosen(m));
+        CHECK(i != 1 || (device_trial(like) == -1 && strstr(die_text, "needed")), "the trial: %s", die_text);
+        int rc = lack[i].why ? cuda_try(m, "full", "") : EXIT_USAGE;
+        CHECK(rc == (i ? EXIT_USAGE : EXIT_MEMORY) && (i < 2 || strstr(die_text, "-d cpu works")) &&
+                  (!lack[i].why || strstr(die_text, lack[i].why)), "%d: %d, %s", i, rc, die_text);
+        CHECK(i < 2 || emu_most_memory() == before, "%d: something was brought there", i);
+    }
     emu_set_memory(0);
+    emu_set_device(8, 0);
+    CHECK(cuda_try(m, "full", "") == 0, "%s", die_text);
 }
 
 TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other, of every kind of method: as many bytes "
@@ -1623,22 +1570,6 @@ TEST(cuda_turns, "six dialogues of ten turns on the device, one after the other,
         session_done(s);
         CHECK(held_now() == 0, "%s: %zu bytes were never given back", method[i], held_now());
     }
-}
-
-TEST(cuda_devices, "a GPU too old for the kernels and a driver too old for the runtime are told "
-                   "before anything is brought there; so is a head_dim past 256") {
-    OWN_MODEL Tiny m = tiny_model(1, 2, 1, 16, 16, 16, 11, 1), wide = tiny_model(1, 2, 1, 258, 16, 16, 11, 1);
-    for (int i = 0; emulated() && i < 2; i++) {
-        size_t before = held_now();
-        emu_set_device(i ? 8 : 7, i);
-        int rc = cuda_try(m, "full", "");
-        CHECK(rc == EXIT_USAGE && strstr(die_text, "-d cpu works") &&
-                  strstr(die_text, i ? "driver version is insufficient" : "compute capability 7.0"), "%d: %s", rc, die_text);
-        CHECK(!strcmp(device_chosen(m), "cpu") && emu_most_memory() == before, "-d auto: %s", device_chosen(m));
-        emu_set_device(8, 0);
-    }
-    CHECK(cuda_try(m, "full", "") == 0, "%s", die_text);
-    CHECK(cuda_try(wide, "full", "") == EXIT_USAGE && strstr(die_text, "head_dim"), "%s", die_text);
 }
 
 TEST(cuda_pool, "rows that were given back stay in the pool; memory that is asked for elsewhere "
@@ -1672,28 +1603,6 @@ TEST(cuda_rates, "the copy that --bench measures by needs no more memory than is
         if (!strcmp(line[i].name, "tok_s")) rate = line[i].x;
     CHECK(s->n_tok == 20 + BENCH_WARM + BENCH_STEPS && rate > 0, "%d tokens, %g a second", s->n_tok, rate);
     arrfree(line);
-}
-
-// ---- a prefill that fits only packed, and growth
-
-TEST(cuda_pats_layers, "PATS packs a prefill layer by layer: a device that could not hold the raw rows of all "
-                       "layers beside the weights and rooms runs it") {
-    OWN_MODEL Tiny m = tiny_model(8, 1, 1, 32, 16, 16, 53, 31);
-    weights_count(m.w, m.c);
-    OWN_SESSION Session *s = cuda_session(m, "pats",
-                              "ctx-size=510 batch-size=32 pats-window=8 pats-bmax=10 ctk=f16 "
-                              "ctv=f16");
-    MemoryPlan plan = memory_plan(s);
-    size_t need = planned(&plan), sum = 0;
-    size_t raw = (size_t)8 * 512 * 32 * 4;   // K and V of all layers
-    for (int i = 0; i < plan.n_line; i++) sum += plan.line[i].bytes;
-    CHECK(sum == need, "the lines are %zu bytes, the sums %zu", sum, need);
-    CHECK(need < plan.weights + plan.pass + raw, "%zu bytes planned; raw rows %zu, passes %zu", need,
-          raw, plan.pass);
-    emu_set_memory(need);
-    CHECK(isfinite(*prefill(s, seven_ids(500, 53), 500)) && isfinite(*decode(s, 1)), "logits");
-    emu_set_memory(0);
-    CHECK(cuda_held(s) < raw * 4 / 5, "%zu bytes of rows are held, raw ones would be %zu", cuda_held(s), raw);
 }
 
 TEST(cuda_growth, "a head on the device grows by an eighth, but not past -c; on the CPU by 64 rows") {
