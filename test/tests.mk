@@ -78,7 +78,7 @@ test-says:
 
 # Each runs, whether one before it failed or not. The emulated device needs g++: where there is none it is
 # installed first, or left out.
-HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_rows cuda_attention cuda_tensor \
+HARD_TESTS = cuda_math cuda_one_product cuda_halved cuda_prefill_error cuda_rows cuda_attention cuda_tensor \
              cuda_select cuda_lines cuda_table cuda_index cuda_dialogues cuda_emulator cuda_columns
 ifeq ($(CXX_OK)$(CXX_TRIED),)
 test: deps
