@@ -3364,7 +3364,7 @@ TEST(calibrate_scores, "--calibrate: Inf, Dili and Lazy, R and R2 equal the slow
 static int cuda_tests(void) {
     char why[256];
     size_t n;
-    OWN char *text = read_file("test/device.h", &n, why);
+    OWN char *text = read_bounded("test/device.h", MOST_TEXT, &n, why);
     int count = 0;
     for (const char *p = text; p && (p = strstr(p, "\nTEST(cuda_")) != NULL; p++) count++;
     return count;
