@@ -477,8 +477,9 @@ static void tiny_window(Tiny m, unsigned layers, int width) {
     for (int l = 0; l < m.c->L; l++) m.c->windowed[l] = layers >> l & 1;
 }
 
-// What a tiny model may have beside f32 weights. HALVES: f16 ones; MIXED: bf16 ones, f16 and f32 among them.
-enum { NORMS = 1, BIASES = 2, TIED = 4, WINDOW = 8, HALVES = 16, MIXED = 32 };
+// What a tiny model may have beside f32 weights. HALVES: f16 ones; MIXED: bf16 ones, f16 and f32 among them; BEYOND: what
+// the last matrix of a layer reads is a million times as large.
+enum { NORMS = 1, BIASES = 2, TIED = 4, WINDOW = 8, HALVES = 16, MIXED = 32, BEYOND = 64 };
 
 // Gives these to a tiny model.
 static void tiny_give(Tiny m, int has) {
@@ -496,6 +497,7 @@ static void tiny_give(Tiny m, int has) {
             y->bv = tiny_tensor(1, G * D, .1);
             y->bo = tiny_tensor(1, m.c->C, .1);
         }
+        for (int i = 0; has & BEYOND && i < y->up.rows * y->up.cols; i++) ((float *)y->up.data)[i] *= 1e6f;
         for (int k = 0; has & (HALVES | MIXED) && k < LAYER_TENSORS; k++) {
             Tensor *x = layer_tensor(y, k);
             int dtype = l && x == &y->up ? DT_F32 : DT_BF16;
