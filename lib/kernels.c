@@ -1041,9 +1041,9 @@ void tensor_row(float *dst, const Tensor *w, int r) {
 // whole numbers, and *unit (T,blocks), what a 1 stands for in each.
 static const void *form_of(const float *x, int T, int K, int kind, float **unit) {
     if (kind != PAIRS && kind != DT_Q8) return x;
-    size_t blocks = q8_blocks(K), ldx = kind == PAIRS ? (size_t)K : blocks * Q8_BLOCK;
+    size_t blocks = kind == DT_Q8 ? q8_blocks(K) : 0, ldx = kind == DT_Q8 ? blocks * Q8_BLOCK : (size_t)K;
     uint16_t *to = product_room(T * (ldx * sizeof *to + blocks * sizeof **unit));
-    *unit = (float *)(to + T * ldx);
+    if (blocks) *unit = (float *)(to + T * ldx);
     #pragma omp parallel for schedule(static) if ((size_t)T * K > 1 << 15)
     for (int t = 0; t < T; t++) {
         const float *row = x + (size_t)t * K;
@@ -1119,8 +1119,8 @@ size_t product_bytes(int dtype, size_t T, size_t n) {
 
 // What is read after n rows of `bytes` bytes: what the caller says, or the rows of a cache that follow.
 static Ahead rows_ahead(Ahead next, const void *rows, int kind, int n, size_t bytes) {
-    if (next.p || kind == DT_F32) return next;
-    return (Ahead){ (const char *)rows + FEW_AHEAD, n * bytes };
+    int asks = kind != DT_F32;                  // tiles of f32 are in the cache already
+    return next.p ? next : (Ahead){ (const char *)rows + asks * FEW_AHEAD, asks * n * bytes };
 }
 
 static void dots(float *y, size_t ldy, const void *x, const void *w, int kind, int m, int n, int K, int add,
