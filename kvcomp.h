@@ -517,7 +517,7 @@ void   pass_poll(Session *s);                           // gives the pass up if 
 // What a pass of either half is made of
 // attention of n tokens of a pass of T tokens, from t0 on, and the hooks around it; late 1: but the commit hooks
 void   attend_rows(Session *s, int l, float *out, const float *q, int t0, int n, int T, int late);
-int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, *y its weights
+int    same_weights(const Session *s, int t, int end, const Layer **y, int l);  // tokens t.. of one product, weights *y
 void   pass_angles(const Session *s, float *cs, int T); // cs (T,D): of the tokens' positions, on the host
 double timed(double *sum, double t0);                   // adds the seconds since t0 -> the time now
 void   note_peak(Session *s);                           // keeps the most bytes of rows ever held

@@ -69,11 +69,11 @@ static void help_option(const Opt *o, int brief) {
     static const char *const value[] = { ['b'] = "", ['i'] = " N", ['f'] = " F", ['s'] = " TEXT", ['p'] = " FILE",
                                          ['c'] = "=" };         // behind it the words of the choice
     char left[128], text[640];
-    const char *end = strstr(o->help, "; "), *bracket = strstr(o->help, " (");
+    const char *end = strstr(o->help, "; "), *bracket = strstr(o->help, " ("), *flag = o->flag ? o->flag : "";
     int n = (int)strlen(o->help), wide = brief ? 25 : 32;
     if (brief && end) n = min_int(n, (int)(end - o->help));
     if (brief && bracket) n = min_int(n, (int)(bracket - o->help));
-    snprintf(left, sizeof left, "%s%s--%s%s%s", o->flag ? o->flag : "", o->flag ? " " : "", o->name, value[(int)o->kind],
+    snprintf(left, sizeof left, "%s%s--%s%s%s", flag, *flag ? " " : "", o->name, value[(int)o->kind],
              o->kind == 'c' ? o->def : "");
     int shown = o->kind != 'b' && o->kind != 'c' && *o->def;
     snprintf(text, sizeof text, "%.*s%s%s%s", n, o->help, shown ? " [" : "", shown ? o->def : "", shown ? "]" : "");

@@ -219,7 +219,7 @@ void *arena_take(struct Arena *a, size_t bytes) {
         if (i == (int)arrlen(a->block)) {
             size_t size = max_size(n + n / 128 * 64, ARENA_BLOCK);
             ArenaBlock b = { NO_ALLOCATION ? NULL : aligned_alloc(64, size), start + size };
-            if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (of a pass: a smaller -b needs less)", size);
+            if (!b.p) die(EXIT_MEMORY, "out of memory: %zu bytes of scratch (a pass: a smaller -b needs less)", size);
             arrput(a->block, b);
         }
         size_t at = max_size(a->used, start);

@@ -364,7 +364,7 @@ differences() {
     printf 'exit\t\n'
     awk '
         { name = $1; value = substr($0, length(name) + 2) }
-        FNR == NR { new[name] = value; next }
+        FILENAME == ARGV[1] { new[name] = value; next }
         !(name in new) { print "totals." name "\tno such field, was " value; next }
         { print "totals." name "\t" (new[name] == value ? "" : new[name] ", was " value) }' "$2/totals" "$1/totals"
     [ -f "$1/logits" ] || return 0

@@ -70,7 +70,7 @@ build/kvcomp_nvcc.o: $(KERNEL_FILES)
 # ---- make test
 # What is coming, before it comes: the time, and what this machine leaves out.
 test-says:
-	@echo "make test: 150 to 230 CPU seconds of tests, behind some minutes of compiling"
+	@echo "make test: 180 to 290 CPU seconds of tests, behind two minutes of compiling"
 	@$(if $(CXX_OK),,echo "left out: the GPU kernels under the emulator; g++ brings them back";) \
 	$(if $(NVCC),,echo "left out: kvcomp.cu compiled by nvcc; the CUDA toolkit brings it back";) \
 	python3 -c 'import numpy' 2>/dev/null || echo "left out: the checkers in NumPy; python3-numpy brings them back"; \
